@@ -44,7 +44,7 @@ from mmspec.core.verify import accept_path
 from mmspec.drafters.captured import CapturedDrafter, TrainedDrafter
 from mmspec.drafters.dflash import DFlash, DFlashConfig, DFlashNetwork, default_layer_ids
 from mmspec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Network
-from mmspec.engine.stats import mark, seconds
+from mmspec.engine.stats import StepTimer
 from mmspec.errors import UserError, first_line
 from mmspec.eval.harness.output import BenchmarkCommand, git_commit, make_table, print_result, wide_console
 from mmspec.eval.harness.prompts import held_out_requests
@@ -159,13 +159,13 @@ def device_seconds(run: Callable[[], Any], device: torch.device, count: int = 20
     """Seconds of each of ``count`` calls in succession, after three that warm up."""
     for _ in range(3):
         run()
-    marks = [mark(device)]
-    for _ in range(count):
+    timer, names = StepTimer(device), ["begin", *map(str, range(count))]
+    for name in names[1:]:
         run()
-        marks.append(mark(device))
+        timer.mark(name)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return [seconds(start, end) for start, end in pairwise(marks)]
+    return [timer.seconds(start, end) for start, end in pairwise(names)]
 
 
 def call_seconds(calls: list[Callable[[], Any]], device: torch.device) -> float:

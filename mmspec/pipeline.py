@@ -348,7 +348,7 @@ class Pipeline:
         vocabulary, trigger = self.processor.vocabulary, params.grammar_trigger
         hidden = vocabulary.special_ids | stops
         if constrained := params.constraint is not None:
-            shown = None if trigger is None else self.processor.special_token(trigger)
+            shown = None if trigger is None else self.processor.special_tokens.get(trigger)
             hidden = (vocabulary.special_ids | ends) - {shown}  # EOS may be text, except in grammars
         begins = rendered and (not constrained or trigger is not None)
         prefix = self.processor.answer_prefix if begins else ""
@@ -383,7 +383,7 @@ class Pipeline:
             known[key] = Grammars(self.processor.tokenizer, *key)
         grammar: Any = known[key].compile(*params.constraint)
         if (trigger := params.grammar_trigger) is not None:
-            token = self.processor.special_token(trigger)
+            token = self.processor.special_tokens.get(trigger)
             grammar = TriggeredGrammar(grammar, trigger, token, known[key].tokenizer)
         return grammar if parser is None else AfterReasoning(grammar, parser, known[key].spelt)
 

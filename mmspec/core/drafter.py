@@ -8,6 +8,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import torch
@@ -28,8 +29,7 @@ _CHECKED, _WATCHED = 16, 64
 """The acceptance length is checked every ``_CHECKED`` draft steps, up to ``_WATCHED`` draft steps. Only draft steps
 count: without a payoff, they are a few per cent of all steps."""
 
-_LEAST = 1.05
-"""Mean acceptance length below which the drafter probably belongs to another target or is misread."""
+_LEAST = 1.05  # mean acceptance length below which the drafter probably belongs to another target or is misread
 
 
 class Drafter(ABC):
@@ -91,8 +91,7 @@ class Drafter(ABC):
 
     @property
     def drafts_ahead(self) -> bool:
-        """Whether ``observe`` and ``propose`` may precede the host's copy of the verdict and the update of
-        histories."""
+        """Whether ``observe`` and ``propose`` may precede the host's copy of the verdict."""
         return False
 
     @property
@@ -174,9 +173,12 @@ class Drafter(ABC):
         return copied
 
     def lend(self, target: Target) -> Self:
-        """A drafter for one request without lasting learned state: a copy if it learns, else itself with its CUDA
-        graphs."""
+        """A drafter for one request: a copy if it learns, else itself with its CUDA graphs."""
         return self.fork(target) if self.learns else self
+
+
+def _of_drafter(name: str) -> Any:
+    return property(attrgetter(f"drafter.{name}"))
 
 
 class Wrapper(Drafter):
@@ -188,45 +190,18 @@ class Wrapper(Drafter):
         self.drafter.attach(target)
         self._target = target
 
-    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
-        self.drafter.begin(prompt, output, history)
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.drafter.select(rows)
-
-    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        return self.drafter.propose(token, plan)
-
-    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
-        self.drafter.observe(tree, verdict, output)
-
-    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[Any]:
-        return self.drafter.begin_idle(prompt, output, history)
-
-    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self.drafter.continuations(row, path)
-
-    def failure(self, row: int) -> str:
-        return self.drafter.failure(row)
-
-    @property
-    def checks(self) -> str:
-        return self.drafter.checks
-
-    def draft_chains(self, length: int) -> None:
-        self.drafter.draft_chains(length)
-
-    @property
-    def features(self) -> Sequence[Feature]:
-        return self.drafter.features
-
-    @property
-    def tree_size(self) -> int | None:
-        return self.drafter.tree_size
-
-    @property
-    def members(self) -> list[Drafter]:
-        return self.drafter.members
+    begin: Any = _of_drafter("begin")
+    select: Any = _of_drafter("select")
+    propose: Any = _of_drafter("propose")
+    observe: Any = _of_drafter("observe")
+    begin_idle: Any = _of_drafter("begin_idle")
+    continuations: Any = _of_drafter("continuations")
+    failure: Any = _of_drafter("failure")
+    draft_chains: Any = _of_drafter("draft_chains")
+    checks: Any = _of_drafter("checks")
+    features: Any = _of_drafter("features")
+    tree_size: Any = _of_drafter("tree_size")
+    members: Any = _of_drafter("members")
 
 
 class Guard(Wrapper):
@@ -288,10 +263,8 @@ class Guard(Wrapper):
             self.drafter.watch(tree, verdict)
 
     def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return self._guarded(self._continued, row, path) or ()
-
-    def _continued(self, row: int, path: Sequence[int]) -> list[tuple[int, float]]:
-        return [(int(token), float(p)) for token, p in self.drafter.continuations(row, path)]
+        checked = lambda: [(int(token), float(p)) for token, p in self.drafter.continuations(row, path)]  # noqa: E731
+        return self._guarded(checked) or ()
 
     def _guarded(self, method: Callable[..., T], *arguments: Any) -> T | None:
         """Call a method; None while the drafter is disabled, or if it fails."""

@@ -94,6 +94,5 @@ class Payoff:
         return True
 
     def add(self, gain: float) -> None:
-        """Add a draft."""
         self._mean += _GAIN_DECAY * (gain - self._mean)
         self._exploration.elapse(1.0, -gain)

@@ -46,8 +46,7 @@ class Prompt:
         input_ids: (batch, length) int64, left-padded.
         attention_mask: (batch, length), 0 at padding; None without padding.
         inputs: other arguments of the model's forward (``pixel_values``, ``image_sizes``, ...).
-        prefill_mask: (batch, length) bool, positions to prefill, without padding and including each row's last; None
-            prefills all.
+        prefill_mask: (batch, length) bool, positions to prefill, without padding, with each row's last; None: all.
         media: original image and video inputs if ``inputs`` contains their encoded form.
         history: (batch, any) int64, tokens before the answer for logits processors if they are not ``input_ids``, which
             are placeholders if ``inputs`` contains ``inputs_embeds``.
@@ -113,8 +112,8 @@ class Prompt:
     def stack(prompts: Sequence[Prompt]) -> Prompt:
         """Several prompts as one batch: prompts with the same ``stack_key``, or the rows of a ``batch``.
 
-        Inputs with the shape of ``input_ids`` are padded like ``input_ids``; image and video inputs are concatenated
-        along the first axis.
+        Inputs with the shape of ``input_ids`` are padded alike; image and video inputs are concatenated along the first
+        axis.
         """
         first = prompts[0]
         if len(prompts) == 1 or first.batch is not None:

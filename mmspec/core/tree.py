@@ -398,9 +398,8 @@ def _merge_two(a: TokenTree, b: TokenTree) -> TokenTree:
     parents = torch.cat([a.parents, place.gather(1, b.parents[:, 1:])], dim=1)
     # A stable sort keeps parents before their children.
     scores, order = scores.masked_fill(~alive, -torch.inf).sort(dim=1, descending=True, stable=True)
-    moved = torch.empty_like(order).scatter_(
-        1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-    )
+    index = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    moved = torch.empty_like(order).scatter_(1, order, index)
     alive = alive.gather(1, order)
     parents = moved.gather(1, parents.gather(1, order).clamp(min=0)).where(alive, 0)
     parents[:, 0] = -1

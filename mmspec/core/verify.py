@@ -29,8 +29,7 @@ class Verdict:
     """Result of verification: the accepted path and the bonus token of each row.
 
     Attributes:
-        packed: (batch, 2 + 2 * (max_depth + 1)) int64, length, bonus, path and tokens, packed for a single
-            device-to-host copy.
+        packed: (batch, 2 + 2 * (max_depth + 1)) int64: length, bonus, path and tokens, for one device-to-host copy.
     """
 
     packed: Tensor
@@ -90,8 +89,7 @@ def verify(tree: TokenTree, probs: Tensor, *, generator: torch.Generator | None 
 
     Args:
         tree: the draft; ``tree.draft_probs`` selects one of the two algorithms above.
-        probs: (batch, nodes, vocab) float, the target's distribution after each node, after all logits processors and
-            sampling parameters.
+        probs: (batch, nodes, vocab) float, the target's distribution after each node, after all logits processors.
         generator: random generator on the device of ``probs``.
 
     Raises:

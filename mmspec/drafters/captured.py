@@ -125,7 +125,6 @@ class CapturedDrafter(Drafter):
 
     @torch.inference_mode()
     def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
-        """See ``Drafter``."""
         if not self.static_shapes:
             inputs = self._merged()
             self.reserve(inputs[0].shape[1] if inputs else 0)
@@ -222,11 +221,8 @@ def write_last(state: RowTensor, outputs: Tensor, length: Tensor) -> None:
 
 
 class TreeDrafter(CapturedDrafter):
-    """Drafter with a network, which grows trees of a configured shape.
-
-    Attributes:
-        verifier: target that the network was trained for, see ``checkpoint.check_verifier``; None if unknown.
-    """
+    """Drafter with a network, which grows trees of a configured shape. ``verifier``: target that the network was
+    trained for, see ``checkpoint.check_verifier``; None if unknown."""
 
     name: ClassVar[str]  # as registered
     learns: ClassVar[bool] = False
@@ -251,11 +247,8 @@ class TreeDrafter(CapturedDrafter):
 
     @abstractmethod
     def place(self, target: Target, probe: Tensor) -> None:
-        """Move the network to the device and dtype of ``probe``, (1, hidden), an embedding of the target.
-
-        Raises:
-            UserError: the network does not fit the target.
-        """
+        """Move the network to the device and dtype of ``probe``, (1, hidden), an embedding of the target. Raises
+        ``UserError``: the network does not fit the target."""
 
     @property
     def target(self) -> Target:
@@ -281,10 +274,7 @@ class TreeDrafter(CapturedDrafter):
 
 class TrainedDrafter(TreeDrafter):
     """``TreeDrafter`` with checkpoints of its own; published checkpoints have the layout of its name in ``LAYOUTS``.
-
-    Args:
-        draft_ids: (n,) int64, draft vocabulary; None is the target's whole vocabulary.
-    """
+    ``draft_ids``: (n,) int64, draft vocabulary; None is the target's whole vocabulary."""
 
     config_class: ClassVar[type[Any]]
     network_class: ClassVar[type[nn.Module]]
@@ -297,27 +287,19 @@ class TrainedDrafter(TreeDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path, **changes: Any) -> Self:
-        """Load a checkpoint of ``save`` or a published one.
-
-        Args:
-            changes: fields of the network's configuration that override the checkpoint.
-        """
+        """Load a checkpoint of ``save`` or a published one. ``changes``: fields of the network's configuration that
+        override the checkpoint."""
         tree: dict[str, int] = {}
         if cls.name in layouts.LAYOUTS and checkpoint.drafter_name(folder) is None:
-            config, tensors, draft_ids, verifier = cls.read_published(folder)
+            config, tensors, draft_ids, verifier = layouts.read(folder, cls)
         else:
             config, tensors, draft_ids, verifier, tree = checkpoint.read_network(folder, cls.config_class)
         network = checkpoint.load_network(cls.network_class, replace(config, **changes), tensors, folder)
         return cls(network, draft_ids, verifier=verifier, **tree)
 
     @classmethod
-    def read_published(cls, folder: Path) -> layouts.Published:
-        """Read and convert a published checkpoint; raises ``UserError`` if it is invalid."""
-        return layouts.read(folder, cls)
-
-    @classmethod
     def convert(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: str) -> layouts.Published:
-        """Like ``read_published``, from the contents of the files; ``where`` is the checkpoint's name in messages."""
+        """Convert the contents of a published checkpoint's files; ``where`` is its name in messages."""
         return layouts.convert(config, tensors, cls, where)
 
     @property

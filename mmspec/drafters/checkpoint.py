@@ -110,11 +110,8 @@ def _load_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: str = "draft_ids") -> Tensor | None:
-    """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary.
-
-    Raises:
-        UserError: the ids are not distinct tokens of the target.
-    """
+    """Pop the draft vocabulary from a checkpoint's tensors; None if it is the full vocabulary. Raises ``UserError``:
+    the ids are not distinct tokens of the target."""
     ids = tensors.pop(name, None)
     if ids is not None:
         fit = ids.ndim == 1 and ids.dtype in (torch.int32, torch.int64)
@@ -124,11 +121,8 @@ def take_draft_ids(tensors: dict[str, Tensor], vocab: int, folder: Path, name: s
 
 
 def load_network(kind: Callable[[C], N], config: C, tensors: Mapping[str, Tensor], folder: Path) -> N:
-    """Build a network of class ``kind`` from exactly its tensors, which are assigned, not copied.
-
-    Raises:
-        UserError: a tensor is missing, unexpected, of the wrong shape or not floating point.
-    """
+    """Build a network of class ``kind`` from exactly its tensors, which are assigned, not copied. Raises ``UserError``:
+    a tensor is missing, unexpected, of the wrong shape or not floating point."""
     with torch.device("meta"):
         network = kind(config)
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -164,12 +158,8 @@ def check_tensors(
     where: str,
     optional: Collection[str] = (),
 ) -> None:
-    """Check that there are exactly the tensors of a published layout.
-
-    Raises:
-        UserError: a tensor is missing, unknown, or has the wrong shape or dtype: ``d2t`` and ``t2d`` are integer or
-            boolean, all others floating point.
-    """
+    """Check that there are exactly the tensors of a published layout. Raises ``UserError``: a tensor is missing,
+    unknown, or has the wrong shape or dtype: ``d2t`` and ``t2d`` are integer or boolean, all others floating point."""
     harmless = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}  # of old releases of transformers
     missing = sorted(shapes.keys() - tensors.keys() - set(optional))
     unknown = sorted(tensors.keys() - shapes.keys() - harmless)
@@ -248,11 +238,8 @@ HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Weight files of a folder, heads first, safetensors preferred; empty if there are none.
-
-    Raises:
-        UserError: the index is invalid or lists a file outside its folder.
-    """
+    """Weight files of a folder, heads first, safetensors preferred; empty if there are none. Raises ``UserError``: the
+    index is invalid or lists a file outside its folder."""
     for name in (*HEADS, "model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return [folder / name]

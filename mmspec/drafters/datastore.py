@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import lru_cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -71,11 +71,8 @@ class StoreConfig:
 
 
 class SuffixIndex:
-    """Suffix array of a store. Lookups read only the bytes that they need.
-
-    Raises:
-        UserError: a file is missing or its size does not match ``config.json``. Lookups raise it if that changes later.
-    """
+    """Suffix array of a store. Lookups read only the bytes that they need. Raises ``UserError``: a file is missing or
+    its size does not match ``config.json``. Lookups raise it if that changes later."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -194,7 +191,8 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
     tokens = 0
     _log.info("encoding the texts")
     with (folder / TOKENS).open("wb") as out:
-        for text in _separated(texts, vocab_size):
+        separated = ([*text, vocab_size] for text in texts if len(text))
+        for text in chain(separated, [[vocab_size] * DEPTH]):
             out.write(np.asarray(text, dtype=f">u{width}").tobytes())
             tokens += len(text)
     if tokens == DEPTH:
@@ -210,13 +208,6 @@ def _write(texts: Iterable[Sequence[int]], vocab_size: int, model: str, folder: 
     return config
 
 
-def _separated(texts: Iterable[Sequence[int]], separator: int) -> Iterator[Sequence[int]]:
-    for text in texts:
-        if len(text):
-            yield [*text, separator]
-    yield [separator] * DEPTH
-
-
 class _Sorter:
     """Sorts the suffixes of ``tokens`` into a file."""
 
@@ -226,11 +217,8 @@ class _Sorter:
         self.written = 0
 
     def sort(self, file: Path | None, depth: int) -> None:
-        """Append suffixes that share their first ``depth`` tokens, sorted.
-
-        Args:
-            file: positions of the suffixes; None takes all positions except separators.
-        """
+        """Append suffixes that share their first ``depth`` tokens, sorted. ``file``: positions of the suffixes; None
+        takes all positions except separators."""
         counts = np.zeros(self._separator + 1, dtype=np.int64)
         if depth < DEPTH:
             for positions in self._read(file):

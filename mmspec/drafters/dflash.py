@@ -37,12 +37,13 @@ from mmspec.drafters.hidden_state import (
     attention_metadata,
     plain_embedding,
 )
-from mmspec.drafters.layer import Attend, FusedLayers, LayerParts, Native, NativeLayers, Norm, Rotation, rotate, take
+from mmspec.drafters.layer import Attend, FusedLayers, Native, NativeLayers, Norm, Rotation, rotate, take
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
 from mmspec.ops import cpu
 from mmspec.ops.transfer import on_device
 from mmspec.quantisation.blocks import BlockLinear
+from mmspec.targets.static_forward import FusedLayer, FusedNorm, JoinedLinear
 from mmspec.validation import option, options
 
 
@@ -61,8 +62,8 @@ class DFlashConfig(HeadShape):
         markov_rank: rank of the Markov head (DSpark, arXiv 2607.05147, formula 5); 0 disables it.
         markov_inputs, markov_outputs: input and output vocabulary sizes of the Markov head.
         markov_type: kind of Markov head: its correction depends only on the previous token (vanilla), is gated by the
-            position's state (gated), or comes from a recurrent state over the block's tokens so far (rnn) or a
-            ``Refiner`` (xpress).
+            position's state (gated), or comes from a recurrent state over the block's tokens (rnn) or a ``Refiner``
+            (xpress).
         refiner_ratio: width of a ``Refiner``'s MLP, in ranks.
         confidence: inputs of the confidence head: the state, or the state and the Markov head's embedding (formula 7).
         selector_tokens: vocabulary size of the target.
@@ -144,10 +145,7 @@ class DFlashConfig(HeadShape):
 
     def features(self, layers: int) -> tuple[Feature, ...]:
         """Target features that the network reads, for a target with ``layers`` layers whose last output is normed.
-
-        Raises:
-            UserError: the target has too few layers.
-        """
+        Raises ``UserError``: the target has too few layers."""
         if max(self.target_layer_ids) >= layers:
             read = ", ".join(map(str, self.target_layer_ids))
             raise UserError(f"the drafter reads outputs of layers {read}: the target has {layers} layers")
@@ -194,8 +192,7 @@ class Refiner(nn.Module):
     """Corrects latents of a block's positions by the block's tokens so far (XPress, arXiv 2608.02438).
 
     ``x_t = I [H h_t; G mean(h); e_t]`` with the embedding e of the previous token, ``y_t = x_t + sum_(j<=t) L_tj *
-    x_j``, and a gated MLP on y. The memory of a position is ``G mean(h)``, shared by the block, and x of all earlier
-    positions.
+    x_j``, and a gated MLP on y. A position's memory is ``G mean(h)``, shared by the block, and x of earlier positions.
     """
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -243,16 +240,14 @@ class BlockLayer(nn.Module):
         self.mlp_conv = BlockConvolution(config) if config.conv_kernel_size else None
 
     @property
-    def parts(self) -> LayerParts:
-        norms, head_norms = [self.input_norm], [self.q_norm, self.k_norm]
-        return LayerParts([self.q, self.kv], self.out, self.gate_up, self.down, self.post_norm, norms, head_norms)
+    def parts(self) -> FusedLayer:
+        norms = {"attention": self.input_norm, "mlp": self.post_norm, "query": self.q_norm, "key": self.k_norm}
+        fused, qkv = {name: FusedNorm(norm, norm.eps) for name, norm in norms.items()}, JoinedLinear([self.q, self.kv])
+        return FusedLayer(qkv, self.out, self.gate_up, self.down, fused, self.head_dim**-0.5)
 
     def keys_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Keys and values, (batch, kv_heads, nodes, head_dim) each, of context or normed block, (batch, nodes, width).
-
-        Args:
-            rotation: cosines and sines, broadcastable to (batch, nodes, heads, head_dim).
-        """
+        ``rotation``: cosines and sines, broadcastable to (batch, nodes, heads, head_dim)."""
         keys, values = self.kv(x).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
         return rotate(self.k_norm(keys), rotation).transpose(1, 2), values.transpose(1, 2)
 

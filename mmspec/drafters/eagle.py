@@ -36,8 +36,7 @@ class EagleConfig(LayerShape):
         rank: rank of the cell's own output layer for the slots after the first, instead of the target's head (SlimSpec,
             arXiv 2605.10453); it limits trees to ``slots`` levels. 0 uses the target's head.
         head: rows of the cell's output layer, the draft vocabulary.
-        confidence: an output that predicts the target's probability of a node's drafted children together (DSpark,
-            arXiv 2607.05147).
+        confidence: an output that predicts the target's probability of a node's children (DSpark, arXiv 2607.05147).
     """
 
     input_norm: bool = False
@@ -83,10 +82,7 @@ class Cell(nn.Module):
 
     def forward(self, embeds: Tensor, carried: Tensor) -> Tensor:
         """Carried state of the next slot, given the embeddings of tokens drafted from ``carried``."""
-        return self.carry(self.into(torch.cat([embeds, carried], dim=-1)), carried)
-
-    def carry(self, read: Tensor, carried: Tensor) -> Tensor:
-        """``forward``, given the output of ``into``."""
+        read = self.into(torch.cat([embeds, carried], dim=-1))
         return self.norm(carried + self.out(F.silu(read)))
 
     def scores(self, carried: Tensor) -> Tensor:

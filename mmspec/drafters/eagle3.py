@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -20,9 +21,10 @@ from mmspec.core.target import Feature, Target, output_of
 from mmspec.core.tree import TokenTree
 from mmspec.drafters.growth import grow_slots
 from mmspec.drafters.hidden_state import HiddenStateDrafter, allowed_slots, causal
-from mmspec.drafters.layer import Attend, DecoderLayer, LayerParts, LlamaLayer, NodeInputs, Norm, Rotation
+from mmspec.drafters.layer import Attend, DecoderLayer, LlamaLayer, NodeInputs, Norm, Rotation
 from mmspec.drafters.spec import DrafterSpec, HeadShape, TreeShape
 from mmspec.errors import UserError
+from mmspec.targets.static_forward import FusedLayer, FusedNorm
 from mmspec.validation import option, options
 
 
@@ -36,7 +38,7 @@ class Eagle3Config(HeadShape):
         reads: target layers whose inputs are read, 0 to the number of layers L; empty means 2, L/2 and L - 3.
         outputs: read the raw outputs of these layers instead of their inputs.
         mask_token_id: input token of all levels after the first, in one pass (P-EAGLE, arXiv 2602.01469); None: one
-            pass per level.
+        pass per level.
         window: sliding window in entries, including the query; 0 is full attention.
         head_rank: rank of the low-rank head that retrieves candidates for the output layer (EAGLE-4); 0 disables it.
         candidates: number of retrieved tokens that the output layer scores.
@@ -88,11 +90,8 @@ class Eagle3Config(HeadShape):
         return self.reads or sorted(min(max(layer, 0), layers) for layer in (2, layers // 2, layers - 3))
 
     def features(self, layers: int) -> tuple[Feature, ...]:
-        """Target features that the network reads, for a target with ``layers`` layers.
-
-        Raises:
-            UserError: the target has too few layers.
-        """
+        """Target features that the network reads, for a target with ``layers`` layers. Raises ``UserError``: the target
+        has too few layers."""
         reads = self.inputs_read(layers)
         if max(reads) > layers - self.outputs:
             raise UserError(
@@ -105,8 +104,7 @@ class Eagle3Config(HeadShape):
 
 
 def parse_layers(layers: str) -> dict[str, Any]:
-    """Read the layers of ``eagle3:FOLDER@LAYERS``: ``2,16,29`` are read at their inputs, ``outputs:1,15,28`` at their
-    outputs."""
+    """Read the layers of ``eagle3:FOLDER@LAYERS``: inputs of ``2,16,29``, or outputs as ``outputs:1,15,28``."""
     kind, _, numbers = layers.rpartition(":")
     if kind not in ("", "inputs", "outputs") or not all(number.isdecimal() for number in numbers.split(",")):
         raise UserError(f"layers to read must be as in FOLDER@2,16,29 or FOLDER@outputs:1,15,28: got @{layers}")
@@ -123,9 +121,11 @@ class FirstLayer(DecoderLayer):
         self.hidden_norm = Norm(config.hidden_size, config.norm_eps)
 
     @property
-    def parts(self) -> LayerParts:
-        norms = [self.embed_norm, self.hidden_norm]
-        return replace(super().parts, attention_norms=norms, normed_residual=self.normed_residual)
+    def parts(self) -> FusedLayer:
+        both = SimpleNamespace(weight=torch.stack([self.embed_norm.weight, self.hidden_norm.weight]))
+        plain = super().parts
+        norms = {**plain.norms, "attention": FusedNorm(both, self.embed_norm.eps)}
+        return replace(plain, norms=norms, normed_residual=self.normed_residual)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         """(batch, nodes, 2 * hidden), embedding and state, -> (batch, nodes, hidden)."""

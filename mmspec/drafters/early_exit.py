@@ -27,19 +27,8 @@ from mmspec.drafters.hidden_state import HiddenStateDrafter
 from mmspec.drafters.layer import Attend, LlamaLayer, Norm, Rotation
 from mmspec.drafters.spec import DrafterSpec, RotaryShape
 from mmspec.errors import UserError
-from mmspec.targets.transformers_target import FirstLayers, TransformersTarget
+from mmspec.targets.transformers_target import FirstLayers
 from mmspec.validation import option, options
-
-
-def first_layers(target: Target, count: int) -> FirstLayers:
-    """The target's first ``count`` layers.
-
-    Raises:
-        UserError: the target is not a transformers model of one decoder with more than ``count`` layers.
-    """
-    if not isinstance(target, TransformersTarget):
-        raise UserError("an early exit requires a target that is a model of transformers: this one is not")
-    return FirstLayers(target, count)
 
 
 class EarlyExit(CapturedDrafter):
@@ -49,7 +38,7 @@ class EarlyExit(CapturedDrafter):
         layers: number of the target's first layers that draft.
 
     Raises:
-        UserError: ``layers`` is not a number, or (at ``attach``) see ``first_layers``.
+        UserError: ``layers`` is not a number, or (at ``attach``) see ``FirstLayers``.
     """
 
     learns: ClassVar[bool] = False
@@ -62,7 +51,7 @@ class EarlyExit(CapturedDrafter):
 
     def attach(self, target: Target) -> None:
         if target is not self._target:
-            self._first, self._target = first_layers(target, self.layers), target
+            self._first, self._target = FirstLayers(target, self.layers), target
             self.reset()
 
     @property
@@ -132,11 +121,8 @@ class KangarooNetwork(nn.Module):
         self.norm = Norm(config.hidden_size, config.norm_eps)
 
     def forward(self, x: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """Inputs of the target's output layer, (batch, nodes, hidden), from its early-exit states.
-
-        Args:
-            x: (batch, nodes, hidden).
-        """
+        """Inputs of the target's output layer, (batch, nodes, hidden), from its early-exit states. ``x``: (batch,
+        nodes, hidden)."""
         return self.norm(self.layers[0](x, rotation, attend))
 
 
@@ -147,7 +133,7 @@ class Kangaroo(HiddenStateDrafter):
 
     def scoring(self, target: Target) -> Callable[[Tensor], Tensor]:
         exit_layer = self.network.config.exit_layer
-        self._first, self.features = first_layers(target, exit_layer), (output_of(exit_layer - 1),)
+        self._first, self.features = FirstLayers(target, exit_layer), (output_of(exit_layer - 1),)
         return self.target_head(target)
 
     def join(self, rows: int, static_shapes: bool) -> None:

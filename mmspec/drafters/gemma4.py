@@ -119,11 +119,8 @@ class Gemma4(TreeDrafter):
             setattr(rotary, name, value.to(like.device))
 
     def _checked_sources(self, target: Target) -> dict[str, int]:
-        """Target layer whose keys and values each kind of layer reads.
-
-        Raises:
-            UserError: the assistant does not match the target.
-        """
+        """Target layer whose keys and values each kind of layer reads. Raises ``UserError``: the assistant does not
+        match the target."""
         config: Any = getattr(target, "config", None)
         width, vocab = self.network.backbone_hidden_size, self._text.vocab_size
         if not isinstance(target, SharesKeysValues) or config is None:
@@ -254,11 +251,8 @@ _STORED = "gemma4-assistant"  # llama.cpp's architecture
 
 
 def read_stored(file: GGUFFile) -> PreTrainedModel:
-    """The assistant in a GGUF file of llama.cpp's converter, which leaves out centroids.
-
-    Raises:
-        UserError: another architecture, or keys or tensors that no such assistant has, or lacks.
-    """
+    """The assistant in a GGUF file of llama.cpp's converter, which leaves out centroids. Raises ``UserError``: another
+    architecture, or keys or tensors that no such assistant has, or lacks."""
     if (name := file.architecture()) != _STORED:
         raise UserError(f"cannot load drafter {str(file.path)!r}: expected the architecture {_STORED}, found {name!r}")
     target = gguf_models.ARCHITECTURES["gemma4"]

@@ -139,14 +139,12 @@ def grow_tree(
 class Reach:
     """Attention mask of tree nodes over the drafter's uncommitted cache entries.
 
-    Each beam of ``grow_tree`` that passes through the drafter appends one entry per node, or a chain of ``stride``
-    entries per node.
+    Each beam of ``grow_tree`` that passes through the drafter appends a chain of ``stride`` entries per node.
     """
 
     def __init__(self, stride: int = 1) -> None:
         self._stride = stride
         self._reach: Tensor | None = None
-        self._own = torch.empty(0, 0, dtype=torch.float32)
 
     def __call__(self, origin: Tensor) -> Tensor:
         """Append a beam.
@@ -157,29 +155,24 @@ class Reach:
         Returns:
             (batch, width * stride, entries) bool: each node's own chain up to itself and its ancestors' chains.
         """
-        batch, width = origin.shape
-        if self._reach is not None and self._stride == 1:
+        (batch, width), stride = origin.shape, self._stride
+        if self._reach is not None and stride == 1:
             self._reach = ops.extend_reach(self._reach, origin)
             return self._reach
-        if self._own.shape[1] != width * self._stride:
-            own = torch.eye(width, dtype=torch.bool, device=origin.device)
-            if self._stride > 1:
-                chain = torch.ones(self._stride, self._stride, dtype=torch.bool, device=origin.device).tril()
-                own = (own[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
-            self._own = own.expand(batch, -1, -1)
-        if self._reach is None:
-            self._reach = self._own
-        else:
-            ends = self._reach[:, self._stride - 1 :: self._stride]
+        reach = torch.eye(width, dtype=torch.bool, device=origin.device)
+        if stride > 1:
+            chain = torch.ones(stride, stride, dtype=torch.bool, device=origin.device).tril()
+            reach = (reach[:, None, :, None] & chain[None, :, None, :]).flatten(2).flatten(0, 1)
+        reach = reach.expand(batch, -1, -1)
+        if self._reach is not None:
+            ends = self._reach[:, stride - 1 :: stride]
             above = ends.gather(1, origin[:, :, None].expand(-1, -1, ends.shape[2]))
-            if self._stride > 1:
-                above = above.repeat_interleave(self._stride, dim=1)
-            self._reach = torch.cat([above, self._own], dim=2)
-        return self._reach
+            reach = torch.cat([above.repeat_interleave(stride, dim=1), reach], dim=2)
+        self._reach = reach
+        return reach
 
 
-_LEAST = 1e-30
-"""Minimum path probability on the host, where it must not be 0."""
+_LEAST = 1e-30  # minimum path probability on the host, where it must not be 0
 
 
 def grow_slots(token: Tensor, tokens: Tensor, log_probs: Tensor, plan: StepPlan, nodes: int) -> TokenTree:
@@ -218,13 +211,9 @@ def grow_levels(
     depth: int,
     nodes: int,
 ) -> TokenTree:
-    """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``.
-
-    Args:
-        children: given a level, from 0, its parents' tokens and the index of each parent's own parent in the previous
-            beam, (batch, width) int64 each, returns children as ``(tokens, log_probs)``, (batch, width, children) each,
-            in descending order.
-    """
+    """Grow a tree level by level if the children of a node depend on its token; see ``grow_tree``. ``children``: given
+    a level, from 0, its parents' tokens and the index of each parent's own parent in the previous beam, (batch, width)
+    int64 each, returns ``(tokens, log_probs)``, (batch, width, children) each, in descending order."""
     levels = count()
     extend: Extend = lambda beam, origin: children(next(levels), beam, origin)  # noqa: E731
     return grow_tree(token, None, extend, plan, top_k, depth=depth, nodes=nodes)
@@ -246,11 +235,7 @@ class LevelPasses:
         runner.forget_nodes()
 
     def __call__(self, tokens: Tensor, origin: Tensor) -> Tensor:
-        """Hidden states of a level, (batch, width, hidden).
-
-        Args:
-            origin: (batch, width) int64, see ``grow_tree``.
-        """
+        """Hidden states of a level, (batch, width, hidden). ``origin``: (batch, width) int64, see ``grow_tree``."""
         depth = torch.full_like(tokens, self._levels)
         nodes = tokens, depth, self._reach(origin)
         if self._recurrent:
@@ -396,11 +381,8 @@ _ESCAPE = 0.5  # weight of all shorter contexts relative to one occurrence of a 
 
 
 def mixed(contexts: Iterable[Mapping[int, int]]) -> dict[int, float]:
-    """Next-token probabilities from counts per context, by prediction by partial matching (PPM).
-
-    Args:
-        contexts: next-token counts of each context, longest context first.
-    """
+    """Next-token probabilities from counts per context, by prediction by partial matching (PPM). ``contexts``:
+    next-token counts of each context, longest context first."""
     probs: dict[int, float] = {}
     weight = 1.0
     for counts in contexts:

@@ -50,11 +50,8 @@ def packing(kept: Tensor, left: bool) -> tuple[Tensor, Tensor]:
 
 
 def causal(batch: int, width: int, device: torch.device, kept: Tensor | None = None) -> Tensor:
-    """Causal attention mask of ``width`` entries, (batch, width, width) bool.
-
-    Args:
-        kept: (batch, width) bool, False at padding, which attends to itself so that no row is fully masked.
-    """
+    """Causal attention mask of ``width`` entries, (batch, width, width) bool. ``kept``: (batch, width) bool, False at
+    padding, which attends to itself so that no row is fully masked."""
     reach = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
     return reach if kept is None else reach & kept[:, None] | torch.eye(width, dtype=torch.bool, device=device)
 
@@ -97,10 +94,7 @@ def plain_embedding(target: Any, tokens: Tensor) -> Tensor:
 
 def allowed_slots(cache: TreeCache, reach: Tensor, window: int = 0) -> Tensor:
     """Attention mask, (batch, 1, nodes, slots) bool: ``reach``, preceded by the prefix unless shapes are static.
-
-    Args:
-        reach: (batch, nodes, new) bool, new entries that each node attends to, including itself.
-    """
+    ``reach``: (batch, nodes, new) bool, new entries that each node attends to, including itself."""
     if cache.static_shapes:
         return reach[:, None]
     batch, nodes = reach.shape[:2]
@@ -265,8 +259,7 @@ class HiddenStateDrafter(TrainedDrafter):
             inputs, (batch, nodes, any); arguments as for ``NodeInputs``. Set by ``scoring``.
         cell_input: like ``node_inputs``, for the recurrent cell before its activation, with several slots.
         sample_embedding: (1, hidden), a target embedding in the network's dtype and device; set by ``attach``.
-        window: sliding window in entries, including the query; 0 is full attention. Entries of one step always attend
-            to each other.
+        window: sliding window in entries, with the query; 0 is full attention. It never hides entries of one step.
     """
 
     node_inputs: Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -324,11 +317,8 @@ class HiddenStateDrafter(TrainedDrafter):
         return torch.cat(read, dim=-1) if len(read) > 1 else read[0]
 
     def inputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Network inputs of accepted tokens, (batch, width, any): by default, the states.
-
-        Args:
-            states: (batch, width, any), see ``states``, at the previous tokens.
-        """
+        """Network inputs of accepted tokens, (batch, width, any): by default, the states. ``states``: (batch, width,
+        any), see ``states``, at the previous tokens."""
         return states
 
     def keep_to(self, rows: int | None, target: Any) -> None:
@@ -429,7 +419,6 @@ class HiddenStateDrafter(TrainedDrafter):
         return self.native_layers(x, rotation, allowed, cache, middle=self.slots > 1)
 
     def _fused_layers(self) -> FusedLayers | None:
-        """Fused GPU layers; None if the network has other layers."""
         return FusedLayers.of(self.network.layers, self.shape_of(self.network)) if self._layers else None
 
     def _native_layers(self, kind: str | None) -> NativeLayers | None:
@@ -493,7 +482,6 @@ class HiddenStateDrafter(TrainedDrafter):
         return tree
 
     def _constant(self, name: str, size: int, make: Callable[..., Tensor]) -> Tensor:
-        """Cached ``make(size)``."""
         if (name, size) not in self._constants:
             self._constants[name, size] = make(size, device=self._position.data.device)
         return self._constants[name, size]

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -29,6 +28,7 @@ from mmspec.errors import explained
 from mmspec.ops import cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, LANES, BlockLinear, place_together
 from mmspec.quantisation.linear import GROUP, PackedLinear
+from mmspec.targets.packing import linear_of
 from mmspec.targets.recognise import is_hooked
 from mmspec.targets.static_forward import (
     AttentionMetadata,
@@ -36,7 +36,6 @@ from mmspec.targets.static_forward import (
     FusedLayer,
     FusedNorm,
     JoinedLinear,
-    Linear,
     cache_states,
     run_layers,
 )
@@ -49,29 +48,10 @@ Rotation = tuple[Tensor, Tensor]
 class Norm(nn.RMSNorm):
     """RMSNorm that computes in float32 under autocast."""
 
+    eps: float
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x if x.dtype == self.weight.dtype else x.float())
-
-
-@dataclass(frozen=True)
-class LayerParts:
-    """The modules of a pre-norm decoder layer.
-
-    Attributes:
-        qkv: linear layers whose concatenated outputs are queries, keys and values.
-        attention_norms: norms of the input parts, in order; the last part is the residual. Empty without norms.
-        head_norms: norms of queries and keys; empty without norms.
-        normed_residual: the residual is the normed input.
-    """
-
-    qkv: Sequence[nn.Module]
-    out: nn.Module
-    gate_up: nn.Module
-    down: nn.Module
-    mlp_norm: Norm
-    attention_norms: Sequence[Norm] = ()
-    head_norms: Sequence[Norm] = ()
-    normed_residual: bool = False
 
 
 class DecoderLayer(nn.Module):
@@ -119,9 +99,11 @@ class DecoderLayer(nn.Module):
         return self.out(read.transpose(1, 2).flatten(2))
 
     @property
-    def parts(self) -> LayerParts:
-        norms = [self.input_norm] if isinstance(self.input_norm, Norm) else []
-        return LayerParts([self.qkv], self.out, self.gate_up, self.down, self.post_norm, norms)
+    def parts(self) -> FusedLayer:
+        """The layer's modules for fast kernels."""
+        both = {"attention": self.input_norm, "mlp": self.post_norm}
+        norms = {name: FusedNorm(norm, norm.eps) for name, norm in both.items() if isinstance(norm, Norm)}
+        return FusedLayer(self.qkv, self.out, self.gate_up, self.down, norms, self.shape.head_dim**-0.5)
 
     def mlp(self, x: Tensor) -> Tensor:
         """Output of the pre-norm MLP, (..., hidden)."""
@@ -143,8 +125,7 @@ _MAX_RATIO = 4  # maximum draft vocabulary of a table, as a multiple of the hidd
 
 
 def take(x: Tensor, order: Tensor | None) -> Tensor:
-    """Gather entries by index, (batch, taken) int64 or None for all: (batch, entries, hidden) -> (batch, taken,
-    hidden)."""
+    """Gather entries, (batch, taken) int64 or None for all: (batch, entries, hidden) -> (batch, taken, hidden)."""
     return x if order is None else x.gather(1, order[..., None].expand(-1, -1, x.shape[2]))
 
 
@@ -200,15 +181,10 @@ class TokenLinear:
             # Keep the memory layout of the layer's weight.
             by_row = layer.weight.stride(1) == 1
             weight = weight.contiguous() if by_row else weight.t().contiguous().t()
-            if isinstance(layer, PackedLinear):
-                self.over_x = type(layer)(weight)
-            else:
-                self.over_x = nn.Linear(width, len(weight), bias=False, device="meta")
-                self.over_x.weight = nn.Parameter(weight, requires_grad=False)
+            self.over_x = type(layer)(weight) if isinstance(layer, PackedLinear) else linear_of(weight, None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TokenLinear:
-        # forked drafters share weights
-        return self
+        return self  # forked drafters share weights
 
     def __call__(self, tokens: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
         """(batch, nodes, out); arguments as for ``NodeInputs``."""
@@ -283,11 +259,8 @@ class Rotary:
 
 
 def rotary_of(config: LayerShape) -> tuple[Rotary, Tensor | None]:
-    """Rotary positions, and for M-RoPE the position axis of each frequency, (head_dim / 2,) int64.
-
-    Raises:
-        UserError: scaling parameters are missing or invalid.
-    """
+    """Rotary positions, and for M-RoPE the position axis of each frequency, (head_dim / 2,) int64. Raises
+    ``UserError``: scaling parameters are missing or invalid."""
     rope, axis = config.rope_parameters, None
     with explained(f"rotary positions must be valid: got {rope}", KeyError, TypeError, ValueError, AttributeError):
         frequencies, scale = rotary_frequencies(config.head_dim, float(rope["rope_theta"])), 1.0
@@ -331,38 +304,34 @@ class Native:
 
 class NativeLayers(Native):
     """Native decoder layers. They write bfloat16 keys and values to caches that no other implementation may use.
+    ``kind``: format of the weights, see ``BLOCKS``."""
 
-    Args:
-        kind: format of the weights, see ``BLOCKS``.
-    """
-
-    def __init__(self, layers: Sequence[LayerParts], shape: LayerShape, kind: str) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], shape: LayerShape, kind: str) -> None:
         super().__init__(layers, shape, kind)
         self._shape = shape
-        groups = [(layer.qkv, [layer.out], [layer.gate_up], [layer.down]) for layer in layers]
+        groups = [(_products(layer), [layer.out], [layer.gate_up], [layer.down]) for layer in layers]
         self._linears = [[_linear(parts, kind) for parts in group] for group in groups]
         place_together(chain(*self._linears))
         parts: list[Any] = []
         for place, (layer, linears) in enumerate(zip(layers, self._linears, strict=True)):
             qkv, out, gate_up, down = (linear.native for linear in linears)
-            heads = zip(layer.head_norms, (shape.heads, shape.kv_heads), strict=False)
+            first = layer.norms.get("attention")
             parts.append(
                 cpu.sublayer_weights(
                     *("attention", [qkv], out),
-                    *(_gain([(norm, 1) for norm in layer.attention_norms], shape), _gain([*heads], shape)),
+                    *(_gain(layer, attention=1), _gain(layer, query=shape.heads, key=shape.kv_heads)),
                     heads=shape.heads,
                     groups=shape.kv_heads,
                     head_dim=shape.head_dim,
                     rotated=shape.head_dim,
-                    attention_scale=shape.head_dim**-0.5,
-                    parts=max(1, len(layer.attention_norms)),
+                    attention_scale=layer.scale,
+                    parts=1 if first is None else first.module.weight.numel() // first.module.weight.shape[-1],
                     normed_residual=layer.normed_residual,
                     place=place,
                     ends_layer=layer is layers[-1],  # for ``middle``
                 )
             )
-            mlp_norm = _gain([(layer.mlp_norm, 1)], shape)
-            parts.append(cpu.sublayer_weights("mlp", [gate_up], down, mlp_norm, ends_layer=True))
+            parts.append(cpu.sublayer_weights("mlp", [gate_up], down, _gain(layer, mlp=1), ends_layer=True))
         self._weights = cpu.sublayers(parts)
 
     @staticmethod
@@ -412,10 +381,16 @@ def _linear(parts: Sequence[Any], kind: str) -> BlockLinear:
     return BLOCKS[kind](torch.cat([part.weight.detach() for part in parts]), bias)
 
 
-def _gain(norms: Sequence[tuple[Any, int]], shape: LayerShape) -> cpu.Gain | None:
-    """Concatenated gains of norms, each repeated a number of times."""
-    gains = [norm.weight.detach().float().repeat(count) for norm, count in norms]
-    return (torch.cat(gains), shape.norm_eps) if gains else None
+def _products(layer: FusedLayer) -> Sequence[Any]:
+    """The linear layers that compute queries, keys and values."""
+    return layer.qkv.parts if isinstance(layer.qkv, JoinedLinear) else [layer.qkv]
+
+
+def _gain(layer: FusedLayer, **counts: int) -> cpu.Gain | None:
+    """Concatenated gains of a layer's norms, each repeated a number of times; None without them."""
+    norms = [(layer.norms[name], count) for name, count in counts.items() if name in layer.norms]
+    gains = [norm.module.weight.detach().float().flatten().repeat(count) for norm, count in norms]
+    return (torch.cat(gains), norms[0][0].eps) if norms else None
 
 
 class NativeCell(Native):
@@ -480,16 +455,15 @@ class NativeCell(Native):
 class FusedLayers:
     """Fused decoder layers over a static-shape cache; ``NativeLayers`` is the counterpart for dynamic shapes."""
 
-    def __init__(self, layers: Sequence[LayerParts], shape: LayerShape) -> None:
-        self._layers = [_fused(layer, shape) for layer in layers]
-        self._keys_values, self._eps = [layer.qkv[-1] for layer in layers], shape.norm_eps
+    def __init__(self, layers: Sequence[FusedLayer]) -> None:
+        self._layers, self._keys_values = layers, [_products(layer)[-1] for layer in layers]
 
     @classmethod
     def of(cls, layers: Sequence[Any], shape: LayerShape) -> FusedLayers | None:
         """Fuse a network's layers; None if they have no MLP or packed weights."""
-        parts: list[LayerParts] = [layer.parts for layer in layers] if shape.mlp else []
-        dense = all(type(one) is nn.Linear for part in parts for one in part.qkv)
-        return cls(parts, shape) if parts and dense else None
+        parts: list[FusedLayer] = [layer.parts for layer in layers] if shape.mlp else []
+        dense = all(type(one) is nn.Linear for part in parts for one in _products(part))
+        return cls(parts) if parts and dense else None
 
     def __call__(
         self,
@@ -515,7 +489,7 @@ class FusedLayers:
         add = not middle and last is None
         (*_, residual), y = run_layers(self._layers, x, turns, buffers, metadata, add)
         if last is not None:
-            return FusedNorm(last, self._eps)(y, residual, None)[1]
+            return FusedNorm(last, last.eps)(y, residual, None)[1]
         return y if add else torch.cat([residual + y, residual], dim=-1)
 
     def write(self, x: Tensor, rotation: Rotation, metadata: AttentionMetadata, cache: TreeCache) -> None:
@@ -531,18 +505,3 @@ class FusedLayers:
 def _turns(rotation: Rotation) -> Rotation:
     cos, sin = rotation
     return cos.squeeze(2), sin.squeeze(2)
-
-
-def _fused(layer: LayerParts, shape: LayerShape) -> FusedLayer:
-    norms: dict[str, Any] = {"mlp": layer.mlp_norm, **dict(zip(("query", "key"), layer.head_norms, strict=False))}
-    if len(layer.attention_norms) == 1:
-        (norms["attention"],) = layer.attention_norms
-    elif layer.attention_norms:
-        norms["attention"] = SimpleNamespace(weight=torch.stack([norm.weight for norm in layer.attention_norms]))
-    qkv: Linear = layer.qkv[0] if len(layer.qkv) == 1 else JoinedLinear(layer.qkv)
-    return FusedLayer(
-        *(qkv, layer.out, layer.gate_up, layer.down),
-        {name: FusedNorm(norm, shape.norm_eps) for name, norm in norms.items()},
-        shape.head_dim**-0.5,
-        normed_residual=layer.normed_residual,
-    )

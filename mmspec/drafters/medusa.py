@@ -126,11 +126,8 @@ class MedusaNetwork(nn.Module):
 
     @torch.no_grad()
     def start(self, head: Tensor) -> None:
-        """Initialise heads and decoder layer as the identity, and output layers as copies of the target's.
-
-        Args:
-            head: (draft tokens, hidden), weight of the target's output layer.
-        """
+        """Initialise heads and decoder layer as the identity, and output layers as copies of the target's. ``head``:
+        (draft tokens, hidden), weight of the target's output layer."""
         for layer in self.layers:
             layer.out.weight.zero_()
             layer.down.weight.zero_()

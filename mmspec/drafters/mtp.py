@@ -64,11 +64,8 @@ _ATTENTION = {"full_attention", SLIDING[0]}
 
 
 def layer_config(decoder: PreTrainedConfig, source: str) -> PreTrainedConfig:
-    """Configuration of the MTP layers, ``num_hidden_layers`` in number, from the target's text configuration.
-
-    Raises:
-        UserError: the model has no MTP layers, or layers that do not support trees.
-    """
+    """Configuration of the MTP layers, ``num_hidden_layers`` in number, from the target's text configuration. Raises
+    ``UserError``: the model has no MTP layers, or layers that do not support trees."""
     config = copy.deepcopy(decoder)
     if config.model_type in _WITHOUT_CLASS:
         for name, value in {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}.items():
@@ -151,8 +148,7 @@ _OWN = re.compile(r"^(?:model\.)?mtp\.(.*?)(\.(?:weight|bias))?$")
 _PARTS = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "post_norm"}
 """Published names of a layer's parts other than its decoder layer, and their names in transformers."""
 _NUMBERED = re.compile(r"^(?:model\.|language_model\.)*layers\.(\d+)\.(.*)$")
-_SHARED = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies of the target's embedding and output layer."""
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and output layer
 
 
 def has_mtp(folder: Path) -> bool:
@@ -198,11 +194,8 @@ def read_mtp(folder: Path) -> tuple[MTPNetwork, dict[str, Any]]:
 
 
 def _tensors(folder: Path, layers: int) -> dict[str, Tensor]:
-    """Tensors of the MTP layers under the names that transformers converts.
-
-    Args:
-        layers: number of target layers; layers with higher numbers are MTP layers.
-    """
+    """Tensors of the MTP layers under the names that transformers converts. ``layers``: number of target layers; layers
+    with higher numbers are MTP layers."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
         names = {name: own for name in tensor_names(file) if (own := _own_name(name, layers))}
@@ -247,11 +240,7 @@ def _load(built: Any, model: Any, tensors: dict[str, Tensor], source: str) -> No
 
 
 class MTP(TreeDrafter):
-    """Native MTP drafter.
-
-    Args:
-        network: MTP layers, moved to the target's device and dtype.
-    """
+    """Native MTP drafter. ``network``: MTP layers, moved to the target's device and dtype."""
 
     name: ClassVar[str] = "mtp"
     features: Sequence[Feature] = ("last",)
@@ -411,8 +400,7 @@ class MTP(TreeDrafter):
 
 
 def _positions(output: TargetOutput, prompt: Prompt) -> tuple[Tensor, Tensor]:
-    """Positions of a prompt's tokens, (batch, length) or (3, batch, length) int64, and of each row's next token,
-    (batch,)."""
+    """Positions of a prompt's tokens, (batch, length) or (3, batch, length) int64, and of next tokens, (batch,)."""
     if (found := axis_positions(prompt, output)) is not None:
         return found
     (batch, length), (at, following) = prompt.input_ids.shape, counted_positions(prompt)

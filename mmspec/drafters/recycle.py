@@ -73,11 +73,8 @@ class Rankings:
         return self.tokens[slot], self.probs[slot].where((self.key[slot] == key)[..., None], 0.0)
 
     def average(self, slot: Tensor, key: Tensor, counts: Tensor, tokens: Tensor, probs: Tensor, newest: float) -> None:
-        """Update running averages with new rankings of weight ``newest``.
-
-        Args:
-            slot, key, counts: (contexts,); ``counts`` bool, False for idle rows.
-        """
+        """Update running averages with new rankings of weight ``newest``. ``slot, key, counts``: (contexts,);
+        ``counts`` bool, False for idle rows."""
         later = ((slot[:, None] == slot) & counts).triu(1).any(1)
         slot = slot.where(counts & ~later, len(self.key) - 1)
         known = (self.key[slot] == key)[:, None]
@@ -267,11 +264,7 @@ class Recycle(LookUpDrafter):
 
     @classmethod
     def from_checkpoint(cls, folder: Path) -> Recycle:
-        """Load a table written by ``save``.
-
-        Raises:
-            UserError: the folder does not contain a valid table.
-        """
+        """Load a table written by ``save``. Raises ``UserError``: the folder does not contain a valid table."""
         settings, verifier, tensors = checkpoint.read(folder, Settings)
         _check(tensors, settings.top_k, verifier["vocab_size"], folder)
         drafter = cls(settings.top_k, settings.pairs)
@@ -288,11 +281,7 @@ class Recycle(LookUpDrafter):
         self._vocab, self._verifier = saved._vocab, saved._verifier
 
     def save(self, folder: Path, target: Any, smallest: float = 0.01) -> None:
-        """Write the table as a drafter checkpoint.
-
-        Args:
-            smallest: minimum probability of a saved successor.
-        """
+        """Write the table as a drafter checkpoint. ``smallest``: minimum probability of a saved successor."""
         kept = {
             context: sorted(((p, t) for t, p in ranking.items() if p >= smallest), reverse=True)[: self.top_k]
             for context, ranking in dict(self._rankings()).items()  # another thread may be learning
@@ -321,7 +310,6 @@ class Recycle(LookUpDrafter):
         self.select([])
 
     def reset(self) -> None:
-        """Clear the table."""
         self._table = {}
         if self._on_device is not None:
             self._on_device.forget()
@@ -410,11 +398,8 @@ class Recycle(LookUpDrafter):
 
     @torch.inference_mode()
     def fit(self, texts: Iterable[tuple[Sequence[int], Tensor]], contexts: int | None = None) -> None:
-        """Replace the table by the target's mean probabilities in texts.
-
-        Args:
-            contexts: number of contexts to keep, those that occur most often; None keeps all.
-        """
+        """Replace the table by the target's mean probabilities in texts. ``contexts``: number of contexts to keep,
+        those that occur most often; None keeps all."""
         keys, ranked, probs = [], [], []
         for tokens, logits in texts:
             self._vocab = logits.shape[-1]

@@ -59,12 +59,8 @@ class Selection:
 
     @classmethod
     def parse(cls, text: str) -> Selection:
-        """Parse a specification.
-
-        Raises:
-            UserError: an unknown shape, a drafter is missing between two ``+``, or plain decoding is part of a union or
-                drafts chains.
-        """
+        """Parse a specification. Raises ``UserError``: an unknown shape, no drafter between two ``+``, or plain
+        decoding in a union or with chains."""
         is_local = _is_local(split(text, "+")[-1])
         match = None if is_local else _SHAPE.search(text)
         if match is None and not is_local and ":" not in text:  # else it belongs to an argument
@@ -108,11 +104,8 @@ def _is_local(text: str) -> bool:
 
 
 def drafter_spec(name: str) -> DrafterSpec:
-    """The declaration of a registered drafter.
-
-    Raises:
-        UserError: the name is not registered; the message lists registered names.
-    """
+    """The declaration of a registered drafter. Raises ``UserError``: the name is not registered; the message lists
+    registered names."""
     return DrafterSpec.of(name, plugins.find("drafters", name))
 
 

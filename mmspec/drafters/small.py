@@ -46,16 +46,13 @@ class Small(CapturedDrafter):
     Args:
         model: a causal or vision-language model, or its name or folder.
         trust_remote_code: allow Python code in the model's folder.
-        tokenizers: of target and model, if they differ; if the vocabularies have other sizes, None reads them from the
-            models' folders.
-        share: 0.1 in ``small:MODEL@0.1``; share of the visual tokens for a vision-language model: the most attended
-            tokens and evenly spaced tokens; above 0, also the share of chunks kept of a long text: the chunks most
-            similar to its end.
+        tokenizers: of target and model, if they differ; None reads tokenizers where the sizes of vocabularies differ.
+        share: 0.1 in ``small:MODEL@0.1``; share of the visual tokens for a vision-language model, the most attended and
+        evenly spaced tokens; above 0, also the share of a long text's chunks, those most similar to its end.
         visual_top_p: share of the target's attention to cover by the most attended tokens; 0 spaces all evenly.
 
     Raises:
-        UserError: no model or no share, or (at ``attach``) a vocabulary without tokens of the target's, or a larger one
-            without tokenizers.
+        UserError: no model or no share, or (at ``attach``) a vocabulary without the target's tokens, or a larger one.
     """
 
     learns: ClassVar[bool] = False

@@ -26,8 +26,7 @@ class DrafterSpec:
         implementation: its class, or the class's location ``"module:Class"``, imported when a drafter is made.
         weights: ``"none"``: the constructor takes the optional text of ``NAME:TEXT``. Otherwise the class has a
             ``from_checkpoint(folder, **settings)``, and TEXT is a folder or hub id. ``"optional"``: a checkpoint is not
-            required; ``"published"``: only third parties publish checkpoints; ``"target"``: the checkpoint is the
-            target's own folder.
+            required; ``"published"``: only third parties publish checkpoints; ``"target"``: the target's own folder.
         argument: placeholder for TEXT, in capitals, if ``weights`` is ``"none"`` and TEXT is required.
         recognises: whether a folder without ``mmspec_drafter`` contains a published checkpoint of this drafter, in a
             layout that is not in ``LAYOUTS``.
@@ -60,7 +59,6 @@ class DrafterSpec:
         return DrafterSpec(name, name, summary, registered, weights)
 
     def load(self) -> Any:
-        """The drafter's class."""
         if not isinstance(self.implementation, str):
             return self.implementation
         module, _, name = self.implementation.partition(":")
@@ -86,11 +84,8 @@ class DrafterSpec:
         return (argument, {}) if settings is None else (text, settings)
 
     def make(self, argument: str = "", trust_remote_code: bool = False) -> Drafter:
-        """Construct the drafter without a checkpoint.
-
-        Raises:
-            UserError: it needs a checkpoint, or does not take the argument.
-        """
+        """Construct the drafter without a checkpoint. Raises ``UserError``: it needs a checkpoint, or does not take the
+        argument."""
         if self.weights in ("required", "published", "target"):
             raise UserError(f"{self.name} needs a checkpoint: expected {self.name}:FOLDER, or the folder itself")
         if self.argument and not argument:
@@ -107,11 +102,7 @@ class DrafterSpec:
             raise UserError(f"drafter {self.name!r} does not take the argument {argument!r}") from error
 
     def from_checkpoint(self, folder: Path, **settings: Any) -> Drafter:
-        """Load a checkpoint of the drafter.
-
-        Raises:
-            UserError: it is invalid, or this drafter has none.
-        """
+        """Load a checkpoint of the drafter. Raises ``UserError``: it is invalid, or this drafter has none."""
         if self.weights == "none":
             raise UserError(f"{folder}: mmspec_drafter must name a drafter with a checkpoint: got {self.name!r}")
         return self.load().from_checkpoint(folder, **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean
 from time import perf_counter as clock
 from typing import Any
@@ -29,8 +30,7 @@ class Union(Drafter):
 
     If the plan is adaptive, each tree is charged its own time and credited the tokens that no other tree drafted; a
     drafter with a net loss pauses on its own (``Payoff``). Payoffs are kept per class of expected tokens of the
-    preceding trees, lookups first, so that no network runs while the text is copied. A failing drafter also pauses
-    (``Guard``).
+    preceding trees, lookups first, so that no network runs while text is copied. A failing drafter pauses (``Guard``).
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
@@ -137,15 +137,10 @@ class Union(Drafter):
             return
         self._recent.append((clock() - self._began, fmean(map(len, emitted))))
         pace = sum(seconds for seconds, _ in self._recent) / sum(count for _, count in self._recent)
-        reached = {
-            place: [
-                _depth(children, tokens[:-1])
-                for children, tokens in zip(
-                    (row for row, kept in zip(tree.children, alive, strict=True) if kept), emitted, strict=True
-                )
-            ]
-            for place, (tree, *_) in self._drafts.items()
-        }
+        reached: dict[int, list[int]] = {}
+        for place, (tree, *_) in self._drafts.items():
+            rows = zip(compress(tree.children, alive), emitted, strict=True)
+            reached[place] = [_depth(children, tokens[:-1]) for children, tokens in rows]
         for place, (_, seconds, kind) in self._drafts.items():
             others = [depths for other, depths in reached.items() if other != place]
             best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)
@@ -171,11 +166,8 @@ def per_sequence(drafter: Drafter | None) -> Drafter | None:
 
 class PerSequence(Wrapper):
     """Drafts each sequence with its own copy of ``drafter``, so that no request's tokens leak into another request's
-    drafts; a failing copy does not affect other sequences.
-
-    Args:
-        drafter: drafter whose trees have ``log_probs``. Trees of several sequences are combined on the host.
-    """
+    drafts; a failing copy does not affect other sequences. ``drafter``: drafter whose trees have ``log_probs``. Trees
+    of several sequences are combined on the host."""
 
     learns = False
 

@@ -30,8 +30,7 @@ from mmspec.engine.sequence import BatchKey, Sequence
 from mmspec.engine.stats import StepTimer, record_tree
 from mmspec.sampling.batch_sampler import BatchSampler
 
-_IDLE_CHUNKS = 4
-"""Prefill chunks per step while no sequence decodes."""
+_IDLE_CHUNKS = 4  # prefill chunks per step while no sequence decodes
 
 
 class Scheduler:
@@ -49,10 +48,6 @@ class Scheduler:
         self._resumes = resumes
         self.waiting: deque[Sequence] = deque()
         self._alone: set[Sequence] = set()  # not to be stacked again, as a stacked prefill failed
-
-    def allow(self, max_num_seqs: int) -> None:
-        """Let at least this many sequences run."""
-        self.max_num_seqs = max(self.max_num_seqs, max_num_seqs)
 
     def retry_alone(self, sequences: abc.Sequence[Sequence]) -> None:
         """Put stacked sequences back at the head of the queue, to be prefilled one by one."""
@@ -125,8 +120,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Draft:
-    """A drafter's proposal for one step. ``seconds``: returns the draft time spent before the step; call it after
-    synchronising."""
+    """A drafter's proposal for one step. ``seconds`` returns the earlier draft time, after synchronising."""
 
     plan: StepPlan
     tree: TokenTree
@@ -242,8 +236,7 @@ class EngineCore:
     def _decode(self) -> int:
         """One decode step: draft, verify, commit, append. Returns the number of tokens in the pass.
 
-        The commit, and the next draft if the drafter allows it, are launched before the host synchronises to read the
-        accepted tokens.
+        The commit, and the next draft if the drafter allows it, are launched before the host reads the accepted tokens.
         """
         timer, policy = StepTimer(self._token.device), self._prepare()
         timer.mark("prepared")

@@ -90,8 +90,7 @@ class Ranks:
         self._watching.start()
 
     def end(self) -> None:
-        """Announce the last heartbeat to the other ranks and join the heartbeat thread, which would otherwise crash at
-        interpreter shutdown."""
+        """Announce the last heartbeat and join the heartbeat thread, which would crash at interpreter shutdown."""
         self._ended.set()
         if self._watching is not None and self._watching is not threading.current_thread():
             self._watching.join(_PATIENCE)
@@ -182,8 +181,7 @@ class LockstepCore(EngineCore):
         return bool(self._arrived) or super().has_work
 
     def step(self) -> int:
-        """Run one step on all ranks; rank 0 first broadcasts its orders. Raises ``RankError``: a rank is lost, or its
-        state differs."""
+        """Run one step on all ranks, after rank 0's orders. Raises ``RankError``: a rank is lost or differs."""
         if self.leads:
             self._lead()
         tokens = super().step()
@@ -211,8 +209,8 @@ class LockstepCore(EngineCore):
         self._numbers = {sequence: number for sequence, number in self._numbers.items() if not sequence.done}
 
     def follow(self, start: Callable[[Request], Sequence]) -> None:
-        """Run rank 0's steps until it ends; ``start`` queues a request. Raises ``RankError``: rank 0 is lost, or its
-        state differs."""
+        """Run rank 0's steps until it ends; ``start`` queues a request. Raises ``RankError``: rank 0 is lost or
+        differs."""
         self._ranks.watch(_give_up)
         sequences: dict[int, Sequence] = {}
         try:
@@ -296,8 +294,7 @@ class DistributedEngine(Engine):
         return request
 
     def follow(self, speculation: Speculation, start: Callable[[Request], Sequence]) -> bool:
-        """Run the steps of rank 0 on the other ranks, until it ends; see ``Pipeline.follow``. ``start`` queues a
-        request."""
+        """Run the steps of rank 0 on the other ranks, see ``Pipeline.follow``; ``start`` queues a request."""
         atexit.register(self._end_process)  # other ranks wait for rank 0 to close, even if its engine is unused
         if self.core.leads:
             self.core.begin(speculation)

@@ -93,7 +93,8 @@ class Engine:
             engine = _ENGINES.get(id(target))
             if engine is None:
                 engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
-            engine.core.scheduler.allow(max_num_seqs)
+            scheduler = engine.core.scheduler
+            scheduler.max_num_seqs = max(scheduler.max_num_seqs, max_num_seqs)
             return engine
 
     @property
@@ -131,8 +132,7 @@ class Engine:
         return None if self.core.prefixes is None else self.core.prefixes.prefixes
 
     def use_prefixes(self, prefixes: PrefixCache | None) -> None:
-        """Set the prefix cache, after all sequences have ended. Raises ``UserError``: the target keeps no states of
-        sequences."""
+        """Set the prefix cache, after all sequences have ended. Raises ``UserError``: the target keeps no states."""
         if prefixes is not None and not isinstance(self.target, KeepsStates):
             name = type(self.target).__name__
             raise UserError(f"prefix_cache needs a target that keeps states: {name} does not")
@@ -144,8 +144,7 @@ class Engine:
                 self.idle.add(prefixes)
 
     def admit(self, request: Request) -> Request:
-        """Adapt a request to this engine, before encoding. Raises ``UserError``: the engine cannot decode the
-        request."""
+        """Adapt a request to this engine, before encoding. Raises ``UserError``: the engine cannot decode it."""
         return request
 
     def together(self) -> AbstractContextManager[Any]:

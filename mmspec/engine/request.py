@@ -65,8 +65,7 @@ class DecodeOptions:
         logprobs: number of alternatives per token, at most 20, whose log probabilities are recorded alongside the
             token's, before logits processors and sampling parameters; None records none.
         chat_template: render prompts with the model's chat template if it has one; False uses text prompts as is.
-        max_time: seconds after the first token, at which the answer ends with finish reason ``"length"``; None for no
-            limit.
+        max_time: seconds after the first token, when the answer ends with finish reason ``"length"``; None: no limit.
         reasoning: format of the reasoning before an answer (``mmspec.sampling.reasoning``). Reasoning is returned
             separately, and grammars, triggers and stop strings start after it. ``"auto"`` uses the chat template's
             format; None makes reasoning a part of the answer.
@@ -197,8 +196,7 @@ def parse(
 
 
 def num_draft_tokens_of(num_draft_tokens: int | None, nodes: int | None) -> int | None:
-    """``num_draft_tokens``, or its former name ``nodes``. Raises ``UserError``: both are given, or the number is
-    negative."""
+    """``num_draft_tokens``, or its former name ``nodes``. Raises ``UserError``: both, or a negative number."""
     if num_draft_tokens is not None and nodes is not None:
         raise UserError("nodes is the former name of num_draft_tokens: expected one of them, received both")
     return check("num_draft_tokens", NonNegativeInt | None, nodes if num_draft_tokens is None else num_draft_tokens)

@@ -102,8 +102,7 @@ class Sequence(SamplingState):
         added: time of submission, ``perf_counter`` seconds.
         trees: verified trees, one per step; empty if not recorded.
         logprobs: log probabilities of all generated tokens, and possibly of some after a stop; empty if not recorded.
-        logits: (vocab,) float32 each, raw logits of all generated tokens and possibly of some after a stop; empty if
-            not recorded.
+        logits: (vocab,) float32 each, raw logits of the same tokens; empty if not recorded.
         rejected: whether the output was rejected and must be restarted.
     """
 

@@ -18,7 +18,6 @@ from mmspec.core.target import TargetOutput
 from mmspec.core.tree import TokenTree
 from mmspec.core.verify import Verdict
 
-Mark = float | torch.cuda.Event
 Origin = Literal["first", "accepted", "bonus", "plain"]
 _COUNTS = ("prompt_tokens", "cached_tokens", "generated_tokens", "spec_steps", "draft_tokens", "accepted_draft_tokens")
 _SUMMED = (*(f"num_{name}" for name in _COUNTS), "num_rejected_outputs")
@@ -80,7 +79,6 @@ class Stats:
         self.time_to_first_token = self.wall_seconds = waited
 
     def record_times(self, draft: float, verify: float, wall: float) -> None:
-        """Record the seconds of one step."""
         self.draft_seconds += draft
         self.verify_seconds += verify
         self.commit_seconds += wall - draft - verify
@@ -121,36 +119,25 @@ class Stats:
         return {**{name: getattr(self, name) for name in derived}, **vars(self)}
 
 
-def mark(device: torch.device) -> Mark:
-    """Record the current point of the device's stream."""
-    if device.type != "cuda":
-        return perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def seconds(start: Mark, end: Mark) -> float:
-    """Seconds between two marks of one device, which must have been synchronised since."""
-    if isinstance(start, float) and isinstance(end, float):
-        return end - start
-    return start.elapsed_time(end) / 1000.0  # type: ignore[union-attr, arg-type]
-
-
 class StepTimer:
     """Named marks of one step, on the device's stream and on the host's clock. The first mark is ``begin``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: dict[str, tuple[Mark, float]] = {}
+        self._marks: dict[str, tuple[torch.cuda.Event | None, float]] = {}
         self.mark("begin")
 
     def mark(self, name: str) -> None:
-        self._marks[name] = mark(self._device), perf_counter()
+        event = None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        self._marks[name] = event, perf_counter()
 
     def seconds(self, start: str, end: str) -> float:
         """Seconds of the device between two marks, after the host has synchronised."""
-        return seconds(self._marks[start][0], self._marks[end][0])
+        (begun, before), (ended, after) = self._marks[start], self._marks[end]
+        return after - before if begun is None or ended is None else begun.elapsed_time(ended) / 1000.0
 
     def since(self, name: str) -> float:
         """Seconds of the host since a mark."""
@@ -164,12 +151,10 @@ class TreeRecord:
     Attributes:
         tokens, parents: of each node, root first, with parent -1.
         path: nodes of the accepted path, root first. The step emits their tokens without the root's, then the bonus.
-        probs: the target's probability of each node's token given its parent, before processors and temperature; 1 for
-            the root.
+        probs: the target's probability of each node's token given its parent, before processors; 1 for the root.
         bonus_prob: the target's probability of the bonus token.
         guesses: the drafter's probability of each node given its parent; None if the drafter has no probabilities.
-        texts: text of each node's token, with leading blanks; a part of a character is U+FFFD. Empty without a
-            tokenizer.
+        texts: each node's text, with leading blanks; a part of a character is U+FFFD. Empty without a tokenizer.
     """
 
     tokens: list[int]

@@ -24,10 +24,8 @@ class Stopper:
     Args:
         context_limit: maximum length of prompt plus output per row; None for no limit.
         eos_token_ids: tokens that end a row, and are emitted.
-        readers: factories of output readers, each called with a row's prompt token ids; a stop string that a reader
-            finds ends the row.
-        criteria: transformers' stopping criteria, called once per token with one row's tokens (prompt included), shape
-            (1, length), and None.
+        readers: factories of output readers, called with a row's prompt; a stop string that a reader finds ends it.
+        criteria: transformers' stopping criteria, called per token with a row's tokens, (1, length), and None.
         device: device of the tokens passed to ``criteria``.
         max_time: seconds after the first token, at which rows end; None for no limit.
     """
@@ -192,8 +190,7 @@ def stopping_of(
 
 
 def logits_by_step(rows: Sequence[Sequence[Tensor]], steps: int) -> tuple[Tensor, ...]:
-    """Raw logits of each step, (batch, vocab) float32 each; zeros at rows that have ended. ``rows``: logits by row and
-    step, (vocab,) each."""
+    """Raw logits by step, (batch, vocab) each, zeros at ended rows, from ``rows``: by row and step, (vocab,) each."""
     return pad_sequence([torch.stack(list(row[:steps])) for row in rows]).unbind()
 
 

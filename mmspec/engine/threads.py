@@ -179,8 +179,7 @@ def release_threads() -> None:
     """End the calling thread's OpenMP threads; its next computation starts new threads.
 
     If the teams of all Python threads, idle teams included, have more threads than there are processors, libgomp stops
-    spinning at barriers; a decode step has hundreds of barriers and takes several times as long. No effect without
-    libgomp.
+    spinning at barriers; a decode step has hundreds and takes several times as long. No effect without libgomp.
     """
     if os.getpid() != _PROCESS:
         return  # after a fork, libgomp would wait for threads of the parent

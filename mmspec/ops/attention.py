@@ -10,17 +10,7 @@ from torch import Tensor
 from mmspec.ops import kernels
 
 
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    prefix: Tensor,
-    mask: Tensor,
-    *,
-    depth: Tensor | None = None,
-    window: int | None = None,
-    **options: Any,
-) -> None:
+def _check(query: Tensor, key: Tensor, value: Tensor, prefix: Tensor, mask: Tensor, **options: Any) -> None:
     batch, heads, nodes, head_dim = query.shape
     if key.shape[:3] != value.shape[:3] or key.shape[0] != batch or key.shape[3] != head_dim or heads % key.shape[1]:
         raise ValueError(
@@ -32,7 +22,7 @@ def _check(
             f"prefix must be (batch,) and mask (batch, nodes, tail) for queries {tuple(query.shape)}: "
             f"got {tuple(prefix.shape)} and {tuple(mask.shape)}"
         )
-    if window is not None and depth is None:
+    if options.get("window") is not None and options.get("depth") is None:
         raise ValueError("a window needs the depth of each node: expected (batch, nodes), got None")
 
 

@@ -36,10 +36,8 @@ class CompilerError(Exception):
 def load(source: Path, flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL:
     """Load the library of a source; compiles it unless cached for the same source, headers, compiler and processor.
 
-    Loads ``prebuilt`` instead if this system can. Safe for concurrent processes.
-
-    Raises:
-        CompilerError: no compiler, failed compilation, or a cache that is not writable or does not allow executables.
+    Loads ``prebuilt`` instead if this system can. Safe for concurrent processes. Raises ``CompilerError``: no compiler,
+    failed compilation, or a cache that is not writable or does not allow executables.
     """
     if prebuilt:
         try:
@@ -107,18 +105,13 @@ def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
     if done.returncode == 0:
         return
     for folder in folders:  # compilers report this as a linker error
-        with _explained(f"cannot compile kernels: {folder} cannot be written", f"; {_ANOTHER}, TMPDIR one for /tmp"):
-            _probe(folder)
+        failed = _explained(f"cannot compile kernels: {folder} cannot be written", f"; {_ANOTHER}, TMPDIR one for /tmp")
+        with failed, tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_PROBE))
+            file.flush()
+            os.fsync(file.fileno())
     lines = [*(line for line in done.stderr.splitlines() if "error" in line), f"exit {done.returncode}"]
     raise CompilerError(f"{command[0]} cannot compile {Path(command[-1]).name}: {lines[0]}")
-
-
-def _probe(folder: Path) -> None:
-    """Write a temporary file as large as the compiler's output."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(bytes(_PROBE))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @contextmanager

@@ -226,8 +226,7 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
     """Descriptor of a linear layer's weights for the kernels.
 
     Args:
-        kind: ``"int4"``, ``"int8"``, ``"bfloat16"``, ``"float32"``, ``"q5"``, ``"q4_k"``, ``"q5_k"``, ``"q6_k"`` or
-            ``"mxfp4"``.
+        kind: one of ``KINDS``.
         blocks: uint8, in the layout of ``cpp/formats.h``; must outlive the result, as must ``bias``.
         bias: (outputs,) float32.
     """
@@ -237,11 +236,8 @@ def linear_weights(kind: str, blocks: Tensor, bias: Tensor | None, inputs: int, 
 
 
 def joined_weights(parts: Sequence[Linear]) -> Linear:
-    """Descriptor of a linear layer that concatenates outputs of several quantised layers.
-
-    Args:
-        parts: results of ``linear_weights`` with the same number of inputs.
-    """
+    """Descriptor of a linear layer that concatenates outputs of several quantised layers. ``parts``: results of
+    ``linear_weights`` with the same number of inputs."""
     outputs, rest = sum(part.outputs for part in parts), None
     for part in reversed(parts):
         at = None if rest is None else ctypes.addressof(rest)
@@ -271,13 +267,11 @@ def linear(weights: Linear, x: Tensor) -> Tensor:
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Softmax attention whose result does not depend on the positions of the attended slots.
 
-    Keys and values are bfloat16, as are then queries and softmax weights, with accumulation in float32; or int8, with
-    integer products.
+    Keys, values, queries and softmax weights are bfloat16, accumulated in float32; or int8, with integer products.
 
     Args:
         query: (batch, nodes, heads, head_dim) float32, heads of a node contiguous; ``head_dim`` in ``HEAD_DIMS``.
-        key, value: (batch, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, with equal strides, slots
-            contiguous.
+        key, value: (batch, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``; equal strides, slots contiguous.
         mask: (batch, 1, nodes, slots) bool, slots contiguous; None is causal, with the nodes in the last slots.
 
     Returns:
@@ -412,8 +406,7 @@ def router_weights(
     epsilon: float = 0.0,
     scale: float = 1.0,
 ) -> Router:
-    """Descriptor of a router, for ``chosen_experts`` and ``sublayer_weights``: scores are the softmax of its logits, or
-    their sigmoids.
+    """Descriptor of a router for ``chosen_experts`` and ``sublayer_weights``: scores are softmax or sigmoids of logits.
 
     Args:
         count, used: number of experts, and of those that a row uses.
@@ -461,12 +454,10 @@ def sublayer_weights(
     parts: int = 1,
     **sizes: int,
 ) -> Sublayer:
-    """Descriptor of a residual sublayer's weights, ``x + scale * after(out(f(inputs(norm(x)))))``, for
-    ``decode_sublayers``.
+    """Descriptor of a residual sublayer, ``x + scale * after(out(f(inputs(norm(x)))))``, for ``decode_sublayers``.
 
     Args:
-        kind: ``"attention"``, ``"delta"`` (Gated DeltaNet), ``"mamba"`` (Mamba-2), ``"convolution"``, ``"mlp"`` or
-            ``"experts"``.
+        kind: one of ``MIXING``; ``"delta"`` is Gated DeltaNet, ``"mamba"`` Mamba-2.
         inputs: projections of the normed input, whose outputs are: queries (with gates after each head's if ``gated``),
             keys and values; queries, keys and values, output gate, rates and step sizes; gate, inputs of the
             convolution and step sizes; B, C and x; gate and up, or only up, in one layer; router, gate and up of the
@@ -531,7 +522,7 @@ def decode_sublayers(
         weights: result of ``sublayers``.
         x: (batch, nodes, parts * hidden) float32, contiguous.
         rotation: (rotations, batch, nodes, 2, rotated / 2) float32, contiguous: cosines and sines of rotated pairs, i
-            and i + rotated / 2.
+        and i + rotated / 2.
         mask: (batch, 1, nodes, slots), see ``attention``; covers the slots up to the last written slot.
         cache: (2 * layers or more, rows, kv_heads, slots, head_dim) bfloat16, or of ``int8_heads``, the last axis
             contiguous: keys and values by layer with attention; None without any. New keys and values are written to
@@ -735,7 +726,7 @@ def draft_slots(weights: Markov, logits: Tensor, last: Tensor, width: int, nodes
     tree = _tree(batch, nodes)
     logits, last = logits.contiguous(), last.contiguous()
     inputs = pointer(logits, torch.float32, (batch, slots, weights.out.outputs)), pointer(last, torch.int64, (batch,))
-    cpu_library.functions().draft_slots(weights, *inputs, batch, slots, width, nodes, *_pointers(tree))
+    cpu_library.functions().draft_slots(weights, *inputs, batch, slots, width, nodes, *map(Tensor.data_ptr, tree))
     return tree
 
 
@@ -783,7 +774,8 @@ def draft_cells(
     )
     grown: int = cpu_library.functions().draft_cells(
         *(weights, *inputs, batch, k, width, levels, least_gain, most),
-        *(*_pointers(tree), kernel_threads()),
+        *map(Tensor.data_ptr, tree),
+        kernel_threads(),
     )
     if grown < levels:
         most = 1 + min(nodes, _candidates(k, later, width, grown))
@@ -803,7 +795,3 @@ def _candidates(first: int, children: int, width: int, levels: int) -> int:
 def _tree(batch: int, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens, parents = torch.empty(2, batch, nodes, dtype=torch.int64)
     return tokens, parents, torch.empty(batch, nodes, dtype=torch.float32)
-
-
-def _pointers(tree: tuple[Tensor, Tensor, Tensor]) -> list[int]:
-    return [x.data_ptr() for x in tree]

@@ -193,10 +193,6 @@ def compiled(flags: Sequence[str], prebuilt: Path | None = None) -> ctypes.CDLL 
     loaded.read_bytes.argtypes, loaded.read_bytes.restype = [pointer, count, threads], count
     loaded.multiply_add.argtypes, loaded.multiply_add.restype = [count, count, threads], count
     loaded.dense_rows.argtypes = [count, pointer, count, count, threads, pointer, threads]
-    layers = "linear", "attention", "decode_sublayers", "write_keys_values", "expert_outputs", "chosen_experts"
-    rows = "greatest_of_rows", "norm_rows", "quantiles_of_rows"
-    for name in (*layers, *rows, "int8_heads", "advance_states", "draft_slots"):
-        getattr(loaded, name).restype = None
     return loaded
 
 
@@ -210,10 +206,8 @@ def _has_instructions() -> bool:
 def build() -> str:
     """Name of the build to use, a key of ``BUILDS``: ``MMSPEC_CPU_BUILD``, or the fastest build.
 
-    Without AVX-512 VNNI, 256-bit vectors are as fast as 512-bit vectors, and can use AVX-VNNI if available.
-
-    Raises:
-        UserError: ``MMSPEC_CPU_BUILD`` is not in ``BUILDS``.
+    Without AVX-512 VNNI, 256-bit vectors are as fast as 512-bit vectors, and can use AVX-VNNI if available. Raises
+    ``UserError``: ``MMSPEC_CPU_BUILD`` is not in ``BUILDS``.
     """
     vnni = getattr(torch.cpu, "_is_vnni_supported", lambda: False)()
     name = os.environ.get("MMSPEC_CPU_BUILD") or ("AVX-512 VNNI" if vnni else "AVX-VNNI")

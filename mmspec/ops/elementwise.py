@@ -54,8 +54,7 @@ def rotate_and_cache(
     eps: float = 0.0,
     plus: float = 0.0,
 ) -> Tensor:
-    """Apply rotary positions (arXiv 2104.09864, halves paired as in Llama) to queries and keys, and write keys and
-    values to a cache.
+    """Apply rotary positions (arXiv 2104.09864, with Llama's pairs) to queries and keys; cache keys and values.
 
     Args:
         qkv: (batch, nodes, (heads + 2 * kv_heads) * head_dim) float, contiguous: optional queries, keys, values.

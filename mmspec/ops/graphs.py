@@ -149,8 +149,7 @@ class _Graph:
         return self.outputs
 
 
-_CAPTURE_LOCK = threading.Lock()
-"""A memory pool supports one capture at a time."""
+_CAPTURE_LOCK = threading.Lock()  # A memory pool supports one capture at a time
 
 
 def _give_up(error: Exception, what: str) -> None:

@@ -22,14 +22,12 @@ from mmspec.errors import UserError
 
 CHOICES = ("auto", "reference", "triton")
 
-_MIN_CAPABILITY = (8, 0)
-"""Minimum CUDA compute capability."""
+_MIN_CAPABILITY = (8, 0)  # minimum CUDA compute capability
 
 _BUILDING = ("triton.backends.nvidia.compiler", "triton.runtime.build", "triton.runtime.driver")
 """Modules that run while Triton compiles a kernel or its launcher, not while the device runs one."""
 
-_failed: dict[str, str] = {}
-"""Reason why Triton could not build a kernel, by operation."""
+_failed: dict[str, str] = {}  # reason why Triton could not build a kernel, by operation
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,7 +65,9 @@ def operation(check: Callable[..., None] | None = None) -> Callable[[Callable[P,
             except Exception as error:
                 if required or not _unbuilt(error):
                     raise
-                _failed[name] = _reason(error)
+                # A compilation error starts with the source, and has a message or a cause.
+                text = str(getattr(error, "error_message", None) or error.__cause__ or error).strip()
+                _failed[name] = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
             warnings.warn(
                 f"Triton cannot build {name}, plain torch runs instead: {_failed[name]}", RuntimeWarning, stacklevel=2
             )
@@ -84,11 +84,8 @@ def failed() -> dict[str, str]:
 
 
 def in_use(device: torch.device) -> str:
-    """The implementation for tensors on a device: "triton" or "reference".
-
-    Raises:
-        UserError: ``MMSPEC_KERNELS`` is not in ``CHOICES``, or requires Triton on a device without support.
-    """
+    """The implementation for tensors on a device: "triton" or "reference". Raises ``UserError``: ``MMSPEC_KERNELS`` is
+    not in ``CHOICES``, or requires Triton on a device without support."""
     wanted = os.environ.get("MMSPEC_KERNELS", "auto")
     if wanted not in CHOICES:
         raise UserError(f"MMSPEC_KERNELS must be one of {', '.join(CHOICES)}: got {wanted!r}")
@@ -122,12 +119,6 @@ def _unbuilt(error: Exception) -> bool:
         (frame.f_globals.get("__name__"), frame.f_code.co_name) for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
     return ("triton.compiler.compiler", "compile") in frames or any(module in _BUILDING for module, _ in frames)
-
-
-def _reason(error: Exception) -> str:
-    # A compilation error starts with the source, and has a message or a cause.
-    text = getattr(error, "error_message", None) or str(error.__cause__ or error)
-    return f"{type(error).__name__}: {text.strip().splitlines()[0] if text.strip() else 'no message'}"
 
 
 @cache

@@ -19,14 +19,11 @@ _PRECISION = tl.constexpr("tf32x3")
 """Float32 matmuls as three TF32 passes on tensor cores: close to float32 accuracy, much faster than FP32 units."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_MIN_SPLIT = 128
-"""Minimum slots per split: shorter splits do not pay for the merge."""
+_MIN_SPLIT = 128  # minimum slots per split: shorter splits do not pay for the merge
 
-_LARGE_SHARED = 160_000
-"""Minimum shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200)."""
+_LARGE_SHARED = 160_000  # minimum shared memory per SM, in bytes, of data-centre GPUs (A100, H100, B200)
 
-_INTERPRETED = 6
-"""Concurrent programs assumed for the interpreter, so that tests cover split prefixes."""
+_INTERPRETED = 6  # concurrent programs assumed for the interpreter, so that tests cover split prefixes
 
 
 def tree_attention(
@@ -219,16 +216,9 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["splits", "heads", "nodes"])
 def _merge_kernel(
-    part,
-    weight,
-    read,
-    splits,
-    heads,
-    nodes,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-):
+    part, weight, read, splits, heads, nodes,
+    HEAD_DIM: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+):  # fmt: skip
     i_out = (tl.program_id(2).to(tl.int64) * nodes + tl.program_id(1)) * heads + tl.program_id(0)
     i_split, i_dim = tl.arange(0, BLOCK_SPLITS), tl.arange(0, BLOCK_DIM)
     m_split, m_dim = i_split < splits, i_dim < HEAD_DIM

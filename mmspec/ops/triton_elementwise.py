@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mmspec.ops import kernels
 
-_FEATURES = 1024
-"""Features of an activation per program."""
+_FEATURES = 1024  # features of an activation per program
 
 
 def add_norm(

@@ -13,12 +13,9 @@ from torch import Tensor
 
 from mmspec.ops.growth import Beam
 
-_VOCAB = 2048
-"""Vocabulary block size."""
-_CANDIDATES = 64
-"""Block size of tree candidates."""
-_NONE = tl.constexpr(-(2**63))
-"""Key of a masked entry."""
+_VOCAB = 2048  # vocabulary block size
+_CANDIDATES = 64  # block size of tree candidates
+_NONE = tl.constexpr(-(2**63))  # key of a masked entry
 
 
 def top_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -70,15 +67,9 @@ def extend_reach(reach: Tensor, origin: Tensor) -> Tensor:
     """See ``mmspec.ops.extend_reach``."""
     (batch, parents, entries), width = reach.shape, origin.shape[1]
     extended = reach.new_empty(batch, width, entries + width)
+    reach, target = reach.contiguous().view(torch.uint8), extended.view(torch.uint8)
     _reach_kernel[(width, batch)](
-        *(
-            reach.contiguous().view(torch.uint8),
-            origin.contiguous(),
-            extended.view(torch.uint8),
-            parents,
-            entries,
-            width,
-        ),
+        *(reach, origin.contiguous(), target, parents, entries, width),
         BLOCK=triton.next_power_of_2(entries + width),
         num_warps=1,
     )

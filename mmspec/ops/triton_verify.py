@@ -17,11 +17,9 @@ from torch import Tensor
 if TYPE_CHECKING:
     from mmspec.core.tree import TokenTree
 
-_VOCAB = 4096
-"""Vocabulary block size."""
+_VOCAB = 4096  # vocabulary block size
 
-_DEPTH = 16
-"""Nodes of a path moved per iteration."""
+_DEPTH = 16  # nodes of a path moved per iteration
 
 
 def accepted_path(tree: TokenTree, choices: Tensor) -> Tensor:

@@ -87,7 +87,6 @@ def choose_drawn(tree: TokenTree, probs: Tensor, chances: Tensor, last: Tensor) 
     Source: SpecInfer (arXiv 2305.09781, alg. 2); without replacement: arXiv 2402.14160.
     """
     assert tree.draft_probs is not None
-    assert tree.draft_probs is not None
     p, q = probs.clone(), tree.draft_probs.clone()
     choice, row = torch.full(last.shape, -1, device=p.device), torch.arange(tree.batch, device=p.device)
     for node in range(1, tree.nodes):  # in draw order among siblings, without reading the tree on the host

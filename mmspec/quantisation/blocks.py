@@ -23,11 +23,8 @@ _LINE = 64  # bytes of a cache line
 
 
 class BlockMemory:
-    """Contiguous memory for the blocks of layers, in the order in which a forward pass reads them.
-
-    Args:
-        sizes: size of each layer's blocks in bytes.
-    """
+    """Contiguous memory for the blocks of layers, in the order in which a forward pass reads them. ``sizes``: size of
+    each layer's blocks in bytes."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         self._whole = self._left = cpu.zeros(sum(map(_lines, sizes)))
@@ -48,10 +45,7 @@ def _lines(size: int) -> int:
 
 class BlockLinear(PackedLinear):
     """A linear layer in the kernels' layout. All shapes are supported: blocks and groups are padded with zeros.
-
-    Attributes:
-        takes: minimum precision of outputs: bfloat16, or float32 for logits.
-    """
+    ``takes``: minimum precision of outputs: bfloat16, or float32 for logits."""
 
     kind: ClassVar[str]
     _blocks: Tensor
@@ -193,7 +187,8 @@ class Int8Blocks(BlockLinear):
 
     def _laid_out(self, *parts: Tensor) -> Tensor:
         codes, scale = parts
-        pairs = [_in_pairs(part) for part in (_interleaved(codes, 4).flatten(2), _grid(scale))]
+        parts, odd = (_interleaved(codes, 4).flatten(2), _grid(scale)), self._groups % 2
+        pairs = [F.pad(part, (0, 0, 0, odd)).unflatten(1, (-1, 2)).flatten(2) for part in parts]
         return torch.cat(pairs, dim=2).flatten(1)
 
     def _parts(self) -> list[Tensor]:
@@ -301,11 +296,6 @@ def _grid(scale: Tensor) -> Tensor:
 def _rows_of_grid(grid: Tensor) -> Tensor:
     """Inverse of ``_grid``: (rows, groups) float16."""
     return grid.contiguous().view(torch.float16).transpose(1, 2).flatten(0, 1)
-
-
-def _in_pairs(groups: Tensor) -> Tensor:
-    """Join pairs of groups, zero-padded: (blocks, groups, bytes) -> (blocks, pairs, 2 * bytes)."""
-    return F.pad(groups, (0, 0, 0, groups.shape[1] % 2)).unflatten(1, (-1, 2)).flatten(2)
 
 
 BLOCKS: dict[str, type[BlockLinear]] = {

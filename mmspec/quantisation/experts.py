@@ -112,9 +112,8 @@ def _gating_of(module: Any) -> dict[str, Any] | None:
     with torch.device("cpu"):  # transformers loads models in the context of another
         shapes = {"gate_up_proj": (4 * GROUP, GROUP), "down_proj": (GROUP, 2 * GROUP)}
         given = {name: random(count, *shape) / 2 for name, shape in shapes.items()}
-        given = {
-            name: weight.mT if getattr(module, "is_transposed", False) else weight for name, weight in given.items()
-        }
+        if getattr(module, "is_transposed", False):
+            given = {name: weight.mT for name, weight in given.items()}
         if len(module._parameters) > len(WEIGHTS):
             given |= {name: random(count, shape[0]) for name, shape in zip(_BIASES, shapes.values(), strict=True)}
         small._parameters = {name: nn.Parameter(one.contiguous(), requires_grad=False) for name, one in given.items()}

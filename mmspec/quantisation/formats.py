@@ -82,18 +82,17 @@ class StoredRows:
         return self.format == other.format and len(set(where)) == 1
 
     def dense(self, index: Tensor | None = None) -> Tensor:
-        """Dequantise all rows or the indexed rows to (rows, features) float32.
-
-        Raises:
-            UserError: the file was changed, or a row is not finite.
-        """
+        """Dequantise all rows or the indexed rows to (rows, features) float32. Raises ``UserError``: the file was
+        changed, or a row is not finite."""
         places = self.places if index is None else self.places[index]
         found, finite = cpu.dense_rows(self.format, places.contiguous(), self.features, self._descriptor)
         if found is None:
             raise self.cut
         self._check()
         if not finite:
-            raise self._not_finite(int(places[~found.isfinite().all(1)][0]))
+            place, kept = int(places[~found.isfinite().all(1)][0]), self.kept[0]
+            where = f"{kept.tensor_at(place)} in {kept.name}" if self.in_file else f"one in {self.format}"
+            raise UserError(f"weights must be finite: {where} contains NaN or infinite numbers")
         return found[:, : self.features]
 
     def data(self) -> Tensor:
@@ -116,21 +115,13 @@ class StoredRows:
     def cut(self) -> UserError:
         return UserError(f"{self.kept[0].name} was cut while it was read: expected all of its tensors")
 
-    def _not_finite(self, place: int) -> UserError:
-        where = f"{self.kept[0].tensor_at(place)} in {self.kept[0].name}" if self.in_file else f"one in {self.format}"
-        return UserError(f"weights must be finite: {where} contains NaN or infinite numbers")
-
     @property
     def _descriptor(self) -> int:
         return int(self.kept[0].fileno()) if self.in_file else -1
 
 
 def pack(packings: Sequence[tuple[StoredRows, Tensor]], threads: int) -> None:
-    """Write rows to the blocks of layers.
-
-    Raises:
-        UserError: a file was changed, or a row is not finite.
-    """
+    """Write rows to the blocks of layers. Raises ``UserError``: a file was changed, or a row is not finite."""
     fields = [(rows.format, rows.places.contiguous(), rows.features, rows._descriptor, to) for rows, to in packings]
     if (done := cpu.pack_rows(fields, threads)) < 0:
         for row in packings[-1 - done][0].places.split(_AT_ONCE):

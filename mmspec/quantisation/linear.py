@@ -89,9 +89,9 @@ class PackedLinear(nn.Module, ABC):
     def weight(self) -> Tensor:
         return self._unpacked()
 
-    @abstractmethod
     def _pack(self, weight: Tensor) -> None:
-        """Quantise and ``_store`` a weight."""
+        """Quantise and ``_store`` a weight; by default, it is not quantised."""
+        self._store(weight)
 
     @abstractmethod
     def _unpacked(self) -> Tensor: ...
@@ -136,9 +136,6 @@ class Bfloat16Linear(PackedLinear):
     def _single_differs(self) -> bool:
         return self._weight.is_mkldnn
 
-    def _pack(self, weight: Tensor) -> None:
-        self._store(weight)
-
     def _store(self, *parts: Tensor) -> None:
         weight = parts[0].bfloat16().contiguous()
         self.out_features = len(weight)
@@ -179,9 +176,6 @@ class HalfLinear(PackedLinear):
     def fits(cls, out_features: int, in_features: int) -> bool:
         return "fbgemm" in torch.backends.quantized.supported_engines
 
-    def _pack(self, weight: Tensor) -> None:
-        self._store(weight)
-
     def _store(self, *parts: Tensor) -> None:
         self.out_features = len(parts[0])
         bias = None if self.bias is None else self.bias.float()
@@ -196,10 +190,8 @@ class HalfLinear(PackedLinear):
     def _product(self, rows: Tensor) -> Tensor:
         if torch.backends.cpu.get_cpu_capability() == "AVX512":
             return torch.ops.quantized.linear_dynamic_fp16(rows, self._weight)
-        count = len(rows)
-        return torch.ops.quantized.linear_dynamic_fp16(F.pad(rows, (0, 0, 0, -count % self._BLOCK)), self._weight)[
-            :count
-        ]
+        whole = F.pad(rows, (0, 0, 0, -len(rows) % self._BLOCK))
+        return torch.ops.quantized.linear_dynamic_fp16(whole, self._weight)[: len(rows)]
 
 
 class Int8Linear(PackedLinear):

@@ -25,9 +25,7 @@ _ROUND = {True: 2**20, False: 2**23}
 """Number of scores that can be warped and sampled in the (mostly launch) time of one round over few rows, by whether
 warpers sort. GPU estimates, not measured: 0.2 ns per score with sorting, 0.02 ns without, 0.1 to 0.2 ms per round."""
 
-_FEW_SCORES = 2**18
-"""Number of scores up to which a CPU computes the argmax at all nodes faster than it follows a path (five nodes of
-SmolLM2)."""
+_FEW_SCORES = 2**18  # number of scores up to which a CPU computes the argmax at all nodes faster than it follows a path
 
 
 class Choices(NamedTuple):
@@ -317,8 +315,7 @@ def lossy_choices(tree: TokenTree, scores: Tensor, limit: float) -> Tensor:
 
     BiLD's rollback policy (Big Little Decoder, arXiv 2302.07863, section 3.3) on trees: the most probable child of a
     node is chosen if its negative log probability is at most the limit. If the target's token is among the children, it
-    is the most probable child. BiLD's small model hands over at a confidence threshold; here the drafters' tree sizes
-    decide.
+    is the most probable child. BiLD's small model hands over below a confidence; here tree sizes decide.
 
     Args:
         tree: the draft, not sampled.

@@ -1,5 +1,4 @@
-"""Samplers and logits processors from sampling parameters, and parameter defaults from the library or a model's
-generation config."""
+"""Samplers and logits processors from sampling parameters, and their defaults: the library's or a model's."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ def _comparable(value: Any) -> Hashable:
 
 
 class Defaults:
-    """Library defaults, without logits processors beyond the sampling parameters. ``eos_token_ids``: tokens that end an
-    answer."""
+    """Library defaults, without further logits processors. ``eos_token_ids``: tokens that end an answer."""
 
     def __init__(self, eos_token_ids: Sequence[int] = ()) -> None:
         self._eos_token_ids = eos_token_ids
@@ -134,8 +132,7 @@ class Defaults:
     def processors(
         self, params: SamplingParams, input_ids: Tensor, custom: Sequence[LogitsProcessor] = ()
     ) -> LogitsProcessorList:
-        """All logits processors of a request, in the order of transformers' ``generate``. ``input_ids``: (1, length)
-        int64, the prompt."""
+        """All logits processors of a request, in ``generate``'s order; ``input_ids``: (1, length) int64, the prompt."""
         return processors(params, custom, input_ids.shape[1], self._eos_token_ids)
 
     def sampler(
@@ -162,11 +159,8 @@ class ModelDefaults(Defaults):
     """Defaults of a model's generation config, which is read at each request.
 
     Entries with a field in ``SamplingParams`` are its defaults. transformers builds logits processors from the other
-    entries, as in ``generate``.
-
-    Raises:
-        UserError: the generation config requests another generation mode such as beam search, requests a logits
-            processor that does not run on trees, or has a value out of range.
+    entries, as in ``generate``. Raises ``UserError``: the generation config requests another generation mode such as
+    beam search, requests a logits processor that does not run on trees, or has a value out of range.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -127,8 +127,7 @@ class _Spelt:
     """Tokenizer interface for llguidance that turns some special tokens into ordinary tokens.
 
     llguidance treats every added token like ``<tool_call>`` as special, and text in a grammar never matches special
-    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools. ``text``: tokens to treat as
-    ordinary text.
+    tokens. Qwen's models emit ``<tool_call>`` as this token and could not call tools. ``text``: these tokens.
     """
 
     bos_token_id = None
@@ -425,8 +424,7 @@ class AfterReasoning(_Deferred):
         return _ReasoningState(Place(Phase.PLAIN), inner=inner)
 
     def _after(self, tokens: tuple[int, ...]) -> Any:
-        """State of the answer after tokens, ignoring white space before the answer; None if the tokens cannot start an
-        answer."""
+        """State of the answer after tokens, without white space before it; None if they cannot start an answer."""
         blanks, gap = 0, b""
         while blanks < len(tokens) and self._parser.is_gap(gap := gap + self._parser.token_bytes(tokens[blanks])):
             blanks += 1

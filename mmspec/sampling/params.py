@@ -105,10 +105,8 @@ class SamplingParams:
     config, or else from the library (see ``mmspec.load``).
 
     Attributes:
-        temperature: below 0.0001 is greedy decoding; otherwise logits are divided by it and sampled. The library's
-            default is 0.
-        top_p: nucleus sampling: smallest set of tokens with at least this total probability, in [0, 1]; 1 disables, 0
-            is greedy decoding.
+        temperature: below 0.0001 is greedy decoding; otherwise logits are divided by it and sampled. Default: 0.
+        top_p: nucleus sampling: smallest set of tokens with this total probability, in [0, 1]; 1 disables, 0 is greedy.
         top_k: keep the k most probable tokens; 0 disables.
         min_p: minimum probability relative to the most probable token, in [0, 1]; 0 disables.
         repetition_penalty: above 1 penalises tokens of prompt and output; 1 disables.
@@ -129,8 +127,7 @@ class SamplingParams:
             ``mmspec.sampling.sampler.Alignment``): outputs that violate the grammar are rejected and restarted. No
             effect without a grammar.
         lossy: above 0, greedy outputs may differ from the model's: a drafted token is accepted if its negative log
-            probability under the model, in nats, is at most this (``lossy_choices``). ``Stats.lossless`` of the answer
-            is then False.
+            probability under the model, in nats, is at most this (``lossy_choices``); ``Stats.lossless`` is then False.
 
     Raises:
         UserError: a value has the wrong type or is out of range; more than one of ``json_schema``, ``regex`` and

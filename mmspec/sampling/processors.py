@@ -42,8 +42,7 @@ _SCORES_ALONE = (
 )
 """Processors that ignore the history: one call serves all nodes."""
 
-_SHARED = (torch.nn.Module, PreTrainedTokenizerBase)
-"""Attributes that copies of a processor share."""
+_SHARED = (torch.nn.Module, PreTrainedTokenizerBase)  # attributes that copies of a processor share
 
 NOTHING = -1
 """Padding token."""
@@ -177,8 +176,7 @@ class TreeProcessor(Protocol):
         """Undo the last ``n`` in-place advances."""
 
     def mask(self, state: Any) -> Tensor | None:
-        """(vocab,) bool on the CPU, allowed next tokens, at least one; None allows all tokens. Tokens beyond the mask's
-        end are forbidden."""
+        """(vocab,) bool on the CPU, allowed next tokens, at least one; None allows all, a short mask none beyond it."""
 
 
 def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
@@ -198,8 +196,8 @@ def tree_form(processor: Any) -> OnTrees | TreeProcessor | None:
 def copy_for_row(processor: Any, index: int) -> Any:
     """Copy a processor for one sequence, row ``index`` of its request, called with a batch of one.
 
-    Models, tokenizers and the function of a ``PrefixConstrained...`` are shared. Raises ``UserError``: the processor
-    cannot be copied.
+    Models, tokenizers and the function of a ``PrefixConstrained...`` are shared. Raises ``UserError``: it cannot be
+    copied.
     """
     allowed = getattr(processor, "_prefix_allowed_tokens_fn", None)
     held = [allowed, *(value for value in getattr(processor, "__dict__", {}).values() if isinstance(value, _SHARED))]
@@ -262,8 +260,7 @@ def _repetition(processor: Any, scores: Tensor) -> OnTrees:
 class AdditiveTerms(LogitsProcessor):
     """Add ``bias[t] - frequency * n[t] - presence * (n[t] > 0)`` to the logit of token t; n[t] counts t in the output.
 
-    The formula of OpenAI's API (API reference, "Frequency and presence penalties"); as in vLLM, only output tokens are
-    counted.
+    The formula of OpenAI's API ("Frequency and presence penalties"); as in vLLM, only output tokens are counted.
 
     Args:
         bias: pairs of token id and bias.

@@ -51,8 +51,7 @@ class Sampler:
         constraint: masks the raw logits, before all processors.
         lossy: negative log probability up to which drafts are accepted, see ``SamplingParams``; 0 is lossless.
         aligned: the constraint rejects outputs instead of masking, see ``Alignment``.
-        least: number of new tokens that the processors require before EOS; a constraint that allows only EOS earlier is
-            an error.
+        least: new tokens that the processors require before EOS; a constraint that allows only EOS earlier is an error.
 
     Attributes:
         forms: tree implementation of each processor (see ``tree_form``).
@@ -61,8 +60,7 @@ class Sampler:
         before_warpers: all ``forms`` before the warpers.
 
     Raises:
-        UserError: a processor depends on more than a row's own tokens, ``lossy`` is used with sampling, or ``aligned``
-            with greedy decoding.
+        UserError: a processor depends on more than a row's own tokens; ``lossy`` with sampling, or ``aligned`` without.
     """
 
     def __init__(

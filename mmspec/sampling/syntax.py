@@ -124,8 +124,7 @@ def _adapted(schema: Any) -> Any:
     Titles, descriptions and unknown formats are removed: they are annotations, and llguidance rejects formats such as
     ``password`` and ``byte``. Positive exclusive minima become inclusive minima at the next number with 15 decimals:
     otherwise a model that writes 1.0 for numbers above 1 would be forced to 1.0000000000000001, which parses as the
-    double 1.0. Other bounds are kept: llguidance wrongly forbids 0.9 with a maximum of 0.999, and -4.9 with a minimum
-    of -4.99.
+    double 1.0. Other bounds are kept: llguidance forbids 0.9 with a maximum of 0.999, and -4.9 with a minimum of -4.99.
     """
     if isinstance(schema, list):
         return [_adapted(one) for one in schema]

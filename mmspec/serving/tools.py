@@ -331,7 +331,7 @@ def plan_tools(
     Raises:
         APIError: the choice does not match the tools, or the format does not support the schema.
     """
-    special, tokens = processor.special_token(form.marker) is not None, form.special(processor)
+    special, tokens = form.marker in processor.special_tokens, form.special(processor)
     generic, named = form is GENERIC, named_function(choice)
     names = [one["name"] for one in functions]
     if len(set(names)) < len(names):

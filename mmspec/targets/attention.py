@@ -6,8 +6,7 @@ CPU, torch's attention supports grouped queries with a mask. With static shapes 
 
 ALiBi (BLOOM, Falcon, MPT; arXiv 2108.12409, section 3) adds a slope times the key's position to each attention score.
 GPT-Neo's layers compute their own causal and window masks. Both use slot indices as positions. During passes, the
-modelling file's bias function, or the attention of MPT or GPT-Neo, is replaced by a function that reads the positions
-of the pass.
+modelling file's bias function, or the attention of MPT or GPT-Neo, is replaced by one that reads the positions.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def tree_mask(
 
     Returns:
         (batch, 1, nodes, slots): bool, or additive for eager attention, which silently misreads bool masks. A dict if
-        the model has several kinds of layers. None if a single node attends to everything, or the model has no
-        attention.
+        there are several kinds of layers. None if a single node attends to everything, or without attention.
     """
     batch, nodes = reach.shape[:2]
     kinds, window = windows(config)
@@ -122,8 +120,7 @@ def windows(config: Any) -> tuple[list[str], int | None]:
 
 
 def _by_kind(masks: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Add masks under the other names that decoders use: for layers with both convolution and attention, and for layers
-    without attention."""
+    """Add masks under other names: for layers with both convolution and attention, and for layers without attention."""
     beside = {"hybrid": masks["full_attention"], "hybrid_sliding": masks.get("sliding_attention")}
     return {"linear_attention": None, "conv": None, **beside, **masks}
 
@@ -311,7 +308,6 @@ if hasattr(os, "register_at_fork"):  # in a forked process, no pass runs
     os.register_at_fork(after_in_child=lambda: [lock._at_fork_reinit() for lock in _LOCKS.values()])  # type: ignore[attr-defined]
 
 
-_ATTRIBUTE = "slot_positions"
 _POSITIONS: ContextVar[Tensor | None] = ContextVar("_POSITIONS", default=None)
 """Positions of the slots in this thread's pass, (batch, slots) int64."""
 
@@ -334,18 +330,11 @@ def slot_attention(config: Any, decoder: nn.Module) -> Replacement | None:
     return None
 
 
-def with_positions(mask: Tensor, positions: Tensor) -> Tensor:
-    """Attach slot positions, (batch, slots) int64, to the mask of a pass."""
-    setattr(mask, _ATTRIBUTE, positions)
-    return mask
-
-
 @contextmanager
 def slot_positions_applied(replacement: Replacement, mask: Tensor | None) -> Iterator[None]:
-    """Replace the function during a pass with a mask of ``with_positions``. Other threads still call transformers'
-    function."""
+    """Replace the function during a pass whose mask may have ``slot_positions``, in this thread only."""
     with replaced(replacement):
-        token = _POSITIONS.set(getattr(mask, _ATTRIBUTE, None))
+        token = _POSITIONS.set(getattr(mask, "slot_positions", None))
         try:
             yield
         finally:

@@ -76,10 +76,8 @@ def _obstacle() -> str | None:
 def from_pretrained(auto_class: Any, name: str | Path, *, trust_remote_code: bool = False, **options: Any) -> Any:
     """``auto_class.from_pretrained`` that runs Python code of the folder only if ``trust_remote_code``.
 
-    By default transformers would ask on standard input.
-
-    Raises:
-        UserError: the folder needs custom code, which is not allowed.
+    By default transformers would ask on standard input. Raises ``UserError``: the folder needs custom code, which is
+    not allowed.
     """
     if options.get("local_files_only") and issubclass(auto_class, _BaseAutoModelClass):
         # With peft installed, transformers also looks for an adapter.
@@ -110,12 +108,9 @@ def bars_on_terminals() -> Iterator[None]:
 
 
 def read_whole(auto_class: Any, name: str, dtype: Any = "auto", **options: Any) -> PreTrainedModel:
-    """Load a model with exactly the checkpoint's weights, by default in the checkpoint's dtype.
-
-    Raises:
-        UserError: weights are missing, of other shapes, or unexpected, such as more layers than the configuration has.
-            transformers would only warn, and initialise or drop them.
-    """
+    """Load a model with exactly the checkpoint's weights, by default in the checkpoint's dtype. Raises ``UserError``:
+    weights are missing, of other shapes, or unexpected, such as more layers than the configuration has. transformers
+    would only warn, and initialise or drop them."""
     options = {"dtype": dtype, "output_loading_info": True, "ignore_mismatched_sizes": True, **options}
     try:
         model, report = from_pretrained(auto_class, name, **options)

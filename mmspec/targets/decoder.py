@@ -41,7 +41,6 @@ from mmspec.targets.attention import (
     slot_positions_applied,
     tail_mask,
     tree_mask,
-    with_positions,
 )
 from mmspec.targets.packing import linear_of
 from mmspec.targets.static_forward import FusedDecoder
@@ -168,7 +167,8 @@ class Decoder:
         if self._slots is None or not isinstance(mask, Tensor):
             return mask
         depth = reach.new_zeros(reach.shape[:2], dtype=torch.long) if depth is None else depth
-        return with_positions(mask, slot_positions(cache, depth, tail_depth))
+        mask.slot_positions = slot_positions(cache, depth, tail_depth)  # type: ignore[attr-defined]
+        return mask
 
     def forward(self, inputs: dict[str, Any], cache: TreeCache, names: Sequence[Feature]) -> dict[Feature, Tensor]:
         """Run one decoder pass; returns the named features and ``"last"``."""
@@ -460,11 +460,8 @@ class Head:
 
     def check(self, hidden: Tensor, logits: Tensor) -> None:
         """At the first call, check that the head reproduces the model's logits; finds the module before the output
-        layer (ModernBERT's decoder) and corrects the scaling.
-
-        Raises:
-            UserError: the model transforms its logits in an unknown way, or they are NaN.
-        """
+        layer (ModernBERT's decoder) and corrects the scaling. Raises ``UserError``: the model transforms its logits in
+        an unknown way, or they are NaN."""
         if self.checked:
             return
         # Some vision-language models do not scale logits as their text model does (Cohere).
@@ -527,10 +524,7 @@ def _unchanged(states: Tensor) -> Tensor:
 
 class VerifyRunner:
     """Verify passes of a decoder, and the KV cache of the running sequences. Pads neither nodes nor rows.
-
-    Attributes:
-        static_shapes: whether shapes and addresses of tensors are static.
-    """
+    ``static_shapes``: whether shapes and addresses of tensors are static."""
 
     static_shapes: ClassVar[bool] = False
 
@@ -592,8 +586,7 @@ class VerifyRunner:
                 part.select(rows)
 
     def forward_tree(self, tree: TokenTree, names: Sequence[Feature], adapter: Hashable) -> TargetOutput:
-        """Logits and the named features at every node. Graphs are captured per ``adapter``, the key of the active LoRA
-        adapter."""
+        """Logits and the named features at every node. Graphs are captured per key of the LoRA ``adapter``."""
         states = self.forward_nodes(tree.tokens, None if tree.nodes == 1 else tree.depth, tree.ancestors, names)
         return TargetOutput(self._head(states["last"]), {name: states[name] for name in names})
 

@@ -46,11 +46,7 @@ def index(file: GGUFFile) -> Path:
 
 def write_index(file: GGUFFile) -> Path:
     """Return the ``index`` folder, created atomically at first use, as several processes may create it concurrently,
-    and again if it was damaged.
-
-    Raises:
-        UserError: the model is not supported, or the cache cannot be written.
-    """
+    and again if it was damaged. Raises ``UserError``: the model is not supported, or the cache cannot be written."""
     folder = index(file)
     fill_folder(folder, partial(_write, file))
     return folder
@@ -60,7 +56,9 @@ def _write(file: GGUFFile, folder: Path) -> None:
     made = config(file)
     made.save_pretrained(folder)
     generation_config(file, made).save_pretrained(folder)
-    save_tokenizer(*_tokenizer(file), folder)
+    with explained(f"cannot load model {str(file.path)!r}", Exception):
+        tokenizer, options = gguf_tokenizer.build(file.metadata)
+    save_tokenizer(tokenizer, options, folder)
 
 
 def save_tokenizer(made: Tokenizer, options: dict[str, Any], folder: Path) -> None:
@@ -126,11 +124,8 @@ def config(file: GGUFFile) -> Any:
 
 
 def scale_frequencies(file: GGUFFile, model: Any) -> None:
-    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling).
-
-    Raises:
-        UserError: the model turns another number of features than the file says.
-    """
+    """Divide a decoder's rotary frequencies by the file's factors (Llama 3's long-context scaling). Raises
+    ``UserError``: the model turns another number of features than the file says."""
     tensor, turned = file.tensors.get("rope_freqs.weight"), file.get("rope.dimension_count")
     factors = None if tensor is None else tensor[...]
     for part in model.get_decoder().modules():
@@ -145,12 +140,6 @@ def scale_frequencies(file: GGUFFile, model: Any) -> None:
                 )
             if factors is not None and frequencies.shape == factors.shape:
                 setattr(part, name, frequencies / factors)
-
-
-def _tokenizer(file: GGUFFile) -> tuple[Tokenizer, dict[str, Any]]:
-    """The file's tokenizer, and options of its class."""
-    with explained(f"cannot load model {str(file.path)!r}", Exception):
-        return gguf_tokenizer.build(file.metadata)
 
 
 def _ends(file: GGUFFile, vocab: int) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from mmspec.targets.gguf_keys import (
     ATTENTION,
     HEAD_NORMS,
+    HUNYUAN_NORMS,
     MLP,
     OUTER,
     ROTARY,
@@ -20,7 +21,7 @@ from mmspec.targets.gguf_keys import (
     Rows,
     decoder,
     granite,
-    minus_one,
+    norms_plus_one,
     rope,
     sliding,
     without,
@@ -121,26 +122,11 @@ def _nemotron(keys: Keys) -> dict[str, Any]:
     return decoder(keys)
 
 
-# Gemma: norms are stored plus one, the scale of attention is not stored.
+# Gemma: the scale of attention is not stored.
 
-_GEMMA: Names = {
-    **ATTENTION,
-    **MLP,
-    "attn_norm": ("input_layernorm", minus_one),
-    "ffn_norm": ("post_attention_layernorm", minus_one),
-}
-_GEMMA_OUTER: Names = {**OUTER, "output_norm": ("model.norm", minus_one)}
-_GEMMA2: Names = {
-    **_GEMMA,
-    "post_attention_norm": ("post_attention_layernorm", minus_one),
-    "ffn_norm": ("pre_feedforward_layernorm", minus_one),
-    "post_ffw_norm": ("post_feedforward_layernorm", minus_one),
-}
-_GEMMA3: Names = {
-    **_GEMMA2,
-    "attn_q_norm": ("self_attn.q_norm", minus_one),
-    "attn_k_norm": ("self_attn.k_norm", minus_one),
-}
+_PLAIN: Names = {**ATTENTION, **MLP}
+_FOUR_NORMS: Names = {**_PLAIN, **_LAST_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
+_GEMMA_OUTER = norms_plus_one(OUTER)
 
 
 def _scaled(keys: Keys, largest: int) -> dict[str, Any]:
@@ -164,11 +150,8 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
 
 
 _GEMMA4: Names = {
-    **ATTENTION,
+    **_FOUR_NORMS,
     **HEAD_NORMS,
-    **MLP,
-    **_LAST_NORMS,
-    "ffn_norm": "pre_feedforward_layernorm",
     "layer_output_scale": "layer_scalar",
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
@@ -256,14 +239,14 @@ def _falcon(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _bloom(keys: Keys) -> dict[str, Any]:
-    keys.expect("feed_forward_length", 4 * keys("embedding_length"))
-    return _gpt2(keys)
-
-
 def _gpt2(keys: Keys) -> dict[str, Any]:
     keys.expect("attention.head_count_kv", keys("attention.head_count"))
     return {}
+
+
+def _bloom(keys: Keys) -> dict[str, Any]:
+    keys.expect("feed_forward_length", 4 * keys("embedding_length"))
+    return _gpt2(keys)
 
 
 _OLD_OUTER: Names = {
@@ -271,20 +254,19 @@ _OLD_OUTER: Names = {
     "output_norm": "transformer.ln_f",
     "output": "lm_head",
 }
-_OLD_MLP: Names = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_OLD_LINEAR: Names = {"ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}
+_OLD_LINEAR["attn_output"] = "self_attention.dense"
 _BLOOM: Names = {
     "attn_norm": "input_layernorm",
     "attn_qkv": ("self_attention.query_key_value", Rows(_by_head)),
-    "attn_output": "self_attention.dense",
     "ffn_norm": "post_attention_layernorm",
-    **_OLD_MLP,
+    **_OLD_LINEAR,
 }
 _FALCON: Names = {
     "attn_norm": "input_layernorm|ln_mlp",
     "attn_norm_2": "ln_attn",
     "attn_qkv": ("self_attention.query_key_value", Rows(_grouped)),
-    "attn_output": "self_attention.dense",
-    **_OLD_MLP,
+    **_OLD_LINEAR,
 }
 _GPT2: Names = {
     "attn_norm": "ln_1",
@@ -294,12 +276,7 @@ _GPT2: Names = {
     "ffn_up": ("mlp.c_fc", _transposed),
     "ffn_down": ("mlp.c_proj", _transposed),
 }
-_GPT2_OUTER: Names = {
-    "token_embd": "transformer.wte",
-    "position_embd": "transformer.wpe",
-    "output_norm": "transformer.ln_f",
-    "output": "lm_head",
-}
+_GPT2_OUTER: Names = {**_OLD_OUTER, "token_embd": "transformer.wte", "position_embd": "transformer.wpe"}
 _GPT2_KEYS = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -320,35 +297,20 @@ _FALCON_KEYS = _sizes("layer_norm_epsilon") | {
     "attention.head_count_kv": "num_kv_heads",
 }
 _PHI2: Names = {**ATTENTION, "attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
-_PHI3: Names = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NEMOTRON: Names = {
-    **ATTENTION,
-    "attn_norm": ("input_layernorm", minus_one),
-    "ffn_norm": ("post_attention_layernorm", minus_one),
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_HUNYUAN: Names = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_GATE_UP: Names = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+_PHI3: Names = {**without(ATTENTION, "attn_q", "attn_k", "attn_v"), **_GATE_UP, "attn_qkv": "self_attn.qkv_proj"}
+_NEMOTRON = norms_plus_one(without(_PLAIN, "ffn_gate"))
 _GLM4: Names = {
     **ATTENTION,
     "attn_q": ("self_attn.q_proj", _interleaved("num_attention_heads")),
     "attn_k": ("self_attn.k_proj", _interleaved("num_key_value_heads")),
     "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
+    **_GATE_UP,
     "post_ffw_norm": "post_mlp_layernorm",
 }
 _NORMS: Names = {
     f"attn_{part}_norm.{head}": f"self_attn.{part}_layernorm.norms.{head}" for part in "qk" for head in range(128)
 }
-_PLAIN: Names = {**ATTENTION, **MLP}
 _TURNED: Names = {**ATTENTION, **ROTARY, **MLP}
 _GEMMA4_KEYS = without(SIZES, "feed_forward_length", "attention.head_count_kv")
 
@@ -365,20 +327,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         "cohere2", _sizes("layer_norm_eps"), _PLAIN, more=lambda keys: _cohere(keys) | sliding(keys, 4)
     ),
     "command-r": Architecture("cohere", _sizes("layer_norm_eps"), {**_PLAIN, **HEAD_NORMS}, more=_cohere),
-    "deci": Architecture("llama", SIZES, _TURNED, more=decoder),
     "ernie4_5": Architecture("ernie4_5", SIZES, _PLAIN, more=decoder),
     "exaone4": Architecture("exaone4", SIZES, _POST_NORMED, more=_exaone),
     "falcon": Architecture("falcon", _FALCON_KEYS, _FALCON, _OLD_OUTER, _falcon, "transformer.h.{}"),
-    "gemma": Architecture("gemma", SIZES, _GEMMA, _GEMMA_OUTER, decoder),
-    "gemma2": Architecture("gemma2", SIZES, _GEMMA2, _GEMMA_OUTER, _gemma2),
-    "gemma3": Architecture("gemma3_text", SIZES, _GEMMA3, _GEMMA_OUTER, _gemma3),
+    "gemma": Architecture("gemma", SIZES, norms_plus_one(_PLAIN), _GEMMA_OUTER, decoder),
+    "gemma2": Architecture("gemma2", SIZES, norms_plus_one(_FOUR_NORMS), _GEMMA_OUTER, _gemma2),
+    "gemma3": Architecture("gemma3_text", SIZES, norms_plus_one(_FOUR_NORMS | HEAD_NORMS), _GEMMA_OUTER, _gemma3),
     "gemma4": Architecture("gemma4_text", _GEMMA4_KEYS, _GEMMA4, _GEMMA4_OUTER, _gemma4),
     "glm4": Architecture("glm4", SIZES, _GLM4, more=_glm4),
     "gpt2": Architecture("gpt2", _GPT2_KEYS, _GPT2, _GPT2_OUTER, _gpt2, "transformer.h.{}"),
     "granite": Architecture("granite", SIZES, _TURNED, more=granite),
-    "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **_HUNYUAN}, more=decoder),
-    "internlm2": Architecture("llama", SIZES, _TURNED, more=decoder),
-    "llama": Architecture("llama", SIZES, _TURNED, more=decoder),
+    "hunyuan-dense": Architecture("hunyuan_v1_dense", SIZES, {**_PLAIN, **HUNYUAN_NORMS}, more=decoder),
+    **dict.fromkeys(("deci", "internlm2", "llama"), Architecture("llama", SIZES, _TURNED, more=decoder)),
     "minicpm": Architecture("granite", SIZES, _TURNED, more=_minicpm),
     "mistral3": Architecture("ministral3", SIZES, _TURNED, more=_mistral),
     "nemotron": Architecture("nemotron", _sizes("norm_eps"), _NEMOTRON, _GEMMA_OUTER, _nemotron),
@@ -388,10 +348,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         "phi", _sizes("layer_norm_eps"), _PHI2, {**OUTER, "output_norm": "model.final_layernorm"}, decoder
     ),
     "phi3": Architecture("phi3", SIZES, _PHI3, more=_phi3),
-    "qwen2": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
-    "qwen2vl": Architecture("qwen2", SIZES, _PLAIN, more=decoder),
-    "qwen3": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder),
-    "qwen3vl": Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder),
+    **dict.fromkeys(("qwen2", "qwen2vl"), Architecture("qwen2", SIZES, _PLAIN, more=decoder)),
+    **dict.fromkeys(("qwen3", "qwen3vl"), Architecture("qwen3", SIZES, {**_PLAIN, **HEAD_NORMS}, more=decoder)),
     "seed_oss": Architecture(
         "seed_oss", SIZES, {**_PLAIN, "post_attention_norm": "post_attention_layernorm"}, more=decoder
     ),

@@ -40,11 +40,8 @@ _REQUIRED: Any = object()
 
 def file_in(name: str | Path) -> Path | None:
     """The GGUF file of a model name: the file itself, or the only GGUF file in a folder without ``config.json``, not
-    counting projector files; None for other names. Parts of one model count as one file.
-
-    Raises:
-        UserError: the folder has several.
-    """
+    counting projector files; None for other names. Parts of one model count as one file. Raises ``UserError``: the
+    folder has several."""
     path = Path(name)
     return path if path.exists() and not path.is_dir() else _only(path, "GGUF file", projector=False)
 
@@ -64,14 +61,8 @@ def _only(folder: Path, what: str, projector: bool) -> Path | None:
     return next(iter(found.values()), None)
 
 
-def is_gguf(path: Path) -> bool:
-    """Whether a file has the suffix or the magic number of GGUF files."""
-    return _has_projector(path) is not None
-
-
 def _has_projector(path: Path) -> bool | None:
-    """Whether a GGUF file has a projector, by its name or content, as Ollama's blobs have no names; None for other
-    files."""
+    """Whether a GGUF file, by suffix or magic number, has a projector, by name or content; None for other files."""
     start = b""
     if path.is_file() and os.access(path, os.R_OK):
         with path.open("rb") as opened:
@@ -319,7 +310,7 @@ class GGUFTensor:
 def opened(name: str | Path) -> GGUFFile | None:
     """The GGUF file of a model name, see ``file_in``; None for other files and folders."""
     path = file_in(name)
-    return GGUFFile(path) if path and is_gguf(path) else None
+    return GGUFFile(path) if path and _has_projector(path) is not None else None
 
 
 class _OpenFile:

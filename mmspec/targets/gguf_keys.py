@@ -39,10 +39,7 @@ class Keys:
 
     def __call__(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> Any:
         """The value of a key: epsilons, bases, scales and factors are finite numbers; ``GGUFFile`` checks counts.
-
-        Raises:
-            ValueError: a required key is missing, or a value is not finite.
-        """
+        Raises ``ValueError``: a required key is missing, or a value is not finite."""
         name = self._prefix + key
         if name not in self._file.metadata:
             if default is _REQUIRED:
@@ -72,45 +69,35 @@ class Keys:
             raise ValueError(f"expected {self._prefix}{key} = {expected}, got {shown(value)}")
 
     def by_layer(self, key: str, default: Any = _REQUIRED, field: str | None = None) -> list[Any]:
-        """The values of a key in all layers; files may have one for all.
-
-        Raises:
-            ValueError: as for a key, or a list has another length than layers.
-        """
+        """The values of a key in all layers; files may have one for all. Raises ``ValueError``: as for a key, or a list
+        has another length than layers."""
         value, layers = self(key, default, field), self("block_count")
         if isinstance(value, list) and len(value) != layers:
             raise ValueError(f"expected {layers} values as {self._prefix}{key}, got {len(value)}")
         return value if isinstance(value, list) else [value] * layers
 
+    @property
+    def _values(self) -> dict[str, Any]:
+        whole = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
+        return {key.removeprefix(self._prefix): value for key, value in whole.items()}
+
     def report(self) -> dict[str, str]:
         """What each key was read as: fields of the configuration, "read" with others, or "changes nothing"."""
-        found = {key.removeprefix(self._prefix) for key in self._file.metadata if key.startswith(self._prefix)}
-        return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in sorted(found)}
+        keys = sorted(self._values)
+        return {key: self.fields[key] or "read" if key in self.fields else "changes nothing" for key in keys}
 
     def unread(self, harmless: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Keys that were not read and may matter, with their values, without keys in ``HARMLESS``."""
         harmless = HARMLESS if harmless is None else harmless
-        keys = {key: value for key, value in self._file.metadata.items() if key.startswith(self._prefix)}
-        below = {key.removeprefix(self._prefix): value for key, value in keys.items()}
         return {
             key: value
-            for key, value in below.items()
+            for key, value in self._values.items()
             if key not in self.fields and not (key in harmless and harmless[key] in (ANY, value))
         }
 
 
-_NUMBERS = (
-    "_epsilon",
-    "freq_base",
-    "freq_base_swa",
-    "factor",
-    "scale",
-    "softcapping",
-    "multiplier",
-    "beta_fast",
-    "beta_slow",
-    "clamp_kqv",
-)
+_NUMBERS: tuple[str, ...] = ("_epsilon", "freq_base", "freq_base_swa", "factor", "scale", "softcapping", "multiplier")
+_NUMBERS += ("beta_fast", "beta_slow", "clamp_kqv")
 
 ANY: Any = object()
 HARMLESS: Mapping[str, Any] = {
@@ -142,11 +129,8 @@ Change = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """A change that only joins tensors and orders their rows, so that quantised rows are kept.
-
-    Attributes:
-        order: (config, number of rows) -> index of each row in the file; None for the same order.
-    """
+    """A change that only joins tensors and orders their rows, so that quantised rows are kept. ``order``: (config,
+    number of rows) -> index of each row in the file; None for the same order."""
 
     order: Callable[[Any, int], Tensor] | None = None
 
@@ -168,6 +152,12 @@ def minus_one(config: Any, weight: Tensor) -> Tensor:
     return weight - 1
 
 
+def norms_plus_one(names: Names) -> Names:
+    """Weights of a decoder whose norms the file stores plus one."""
+    norms = {name: (place, minus_one) for name, place in names.items() if "norm" in name and isinstance(place, str)}
+    return {**names, **norms}
+
+
 def log_of_negative(config: Any, weight: Tensor) -> Tensor:
     """``A_log`` of the stored -exp(A_log)."""
     return (-weight).log()
@@ -183,8 +173,7 @@ def joined_experts(config: Any, *tensors: Tensor) -> Tensor:
 
 
 def alternating_experts(config: Any, gate: Tensor, up: Tensor) -> Tensor:
-    """Joins gate and up features, alternating: biases, (experts, 2 * features), and transposed weights, (experts,
-    hidden, 2 * features)."""
+    """Joins gates and ups, alternating: (experts, 2 * features) biases, (experts, hidden, 2 * features) weights."""
     return torch.stack([part.mT if part.ndim == 3 else part for part in (gate, up)], -1).flatten(-2)
 
 
@@ -258,9 +247,9 @@ def expert_keys(count: str, width: str = "moe_intermediate_size") -> dict[str, s
 EXPERTS = expert_keys("num_experts")
 
 
-def mlp(place: str) -> Names:
-    """Weights of a gated MLP."""
-    return {f"ffn_{name}": f"{place}.{name}_proj" for name in ("gate", "up", "down")}
+def mlp(place: str, end: str = "") -> Names:
+    """Weights of a gated MLP; ``end`` is the end of the tensors' names."""
+    return {f"ffn_{name}{end}": f"{place}.{name}_proj" for name in ("gate", "up", "down")}
 
 
 def experts(place: str) -> Names:
@@ -271,20 +260,17 @@ def experts(place: str) -> Names:
 
 ATTENTION: Names = {
     "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{name}": f"self_attn.{name}_proj" for name in "qkv"},
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
 }
 MLP = mlp("mlp")
-HEAD_NORMS: Names = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+HEAD_NORMS: Names = {f"attn_{name}_norm": f"self_attn.{name}_norm" for name in "qk"}
+HUNYUAN_NORMS: Names = {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
 ROUTED: Names = {"ffn_gate_inp": "mlp.gate", **experts("mlp.experts")}
 SHARED: Names = {
     "ffn_gate_inp_shexp": ("mlp.shared_expert_gate", lambda config, weight: weight.view(1, -1)),
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    **mlp("mlp.shared_expert", "_shexp"),
 }
 ROTARY: Names = {
     "attn_q": ("self_attn.q_proj", rotary("num_attention_heads")),

@@ -13,6 +13,7 @@ from mmspec.targets.gguf_keys import (
     ATTENTION,
     EXPERTS,
     HEAD_NORMS,
+    HUNYUAN_NORMS,
     MLP,
     ROTARY,
     ROUTED,
@@ -26,6 +27,7 @@ from mmspec.targets.gguf_keys import (
     expert_keys,
     experts,
     granite,
+    mlp,
     rope,
     sliding,
     transposed_experts,
@@ -36,15 +38,11 @@ _SOFTMAX, SIGMOID = 1, 2  # llama.cpp's expert_gating_func
 _PHI_SCALE = 1.243163121016122  # short_mscale and long_mscale of Phi-3.5-MoE, which its files lack
 
 BIAS: Names = {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
-SHARED_EXPERTS: Names = {f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
+SHARED_EXPERTS = mlp("mlp.shared_experts", "_shexp")
 _ERNIE_BIAS: Names = {
     "exp_probs_b.bias": ("mlp.gate.moe_statics.e_score_correction_bias", lambda config, bias: bias.view(1, -1))
 }
-_NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
-
-
-def _normalised(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | {"norm_topk_prob": True}
+NORMED: Names = {"post_attention_norm": "post_attention_layernorm"}
 
 
 def _qwen2(keys: Keys) -> dict[str, Any]:
@@ -59,14 +57,12 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 
 _OSS: Names = {
-    **_NORMED,
+    **NORMED,
     "attn_sinks": "self_attn.sinks",
     "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps": ("mlp.experts.gate_up_proj", alternating_experts),
-    "ffn_up_exps": ("mlp.experts.gate_up_proj", alternating_experts),
+    **{f"ffn_{name}_exps": ("mlp.experts.gate_up_proj", alternating_experts) for name in ("gate", "up")},
     "ffn_down_exps": ("mlp.experts.down_proj", transposed_experts),
-    "ffn_gate_exps.bias": ("mlp.experts.gate_up_proj_bias", alternating_experts),
-    "ffn_up_exps.bias": ("mlp.experts.gate_up_proj_bias", alternating_experts),
+    **{f"ffn_{name}_exps.bias": ("mlp.experts.gate_up_proj_bias", alternating_experts) for name in ("gate", "up")},
     "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
 }
 
@@ -78,8 +74,9 @@ def _granite(keys: Keys) -> dict[str, Any]:
 _GRANITE: Names = {
     "ffn_gate_inp": "block_sparse_moe.router",
     **experts("block_sparse_moe.experts"),
-    "ffn_gate_shexp": ("shared_mlp.input_linear", lambda config, *tensors: torch.cat(tensors)),
-    "ffn_up_shexp": ("shared_mlp.input_linear", lambda config, *tensors: torch.cat(tensors)),
+    **dict.fromkeys(
+        ("ffn_gate_shexp", "ffn_up_shexp"), ("shared_mlp.input_linear", lambda config, *tensors: torch.cat(tensors))
+    ),
     "ffn_down_shexp": "shared_mlp.output_linear",
 }
 
@@ -165,10 +162,9 @@ def _hunyuan(keys: Keys) -> dict[str, Any]:
 
 
 _HUNYUAN: Names = {
-    "attn_q_norm": "self_attn.query_layernorm",
-    "attn_k_norm": "self_attn.key_layernorm",
+    **HUNYUAN_NORMS,
     "ffn_gate_inp": "mlp.gate.wg",
-    **{f"ffn_{name}_shexp": f"mlp.shared_mlp.{name}_proj" for name in ("gate", "up", "down")},
+    **mlp("mlp.shared_mlp", "_shexp"),
 }
 
 
@@ -193,10 +189,14 @@ _BESIDE: Names = {
     **{f"post_ffw_norm_{part}": f"post_feedforward_layernorm_{part}" for part in (1, 2)},
 }
 
+_QWEN3 = Architecture(
+    *("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}),
+    more=lambda keys: decoder(keys) | {"norm_topk_prob": True},
+)
+
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("qwen2_moe", SIZES | EXPERTS, {**ATTENTION, **ROUTED, **SHARED}, more=_qwen2),
-    "qwen3moe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
-    "qwen3vlmoe": Architecture("qwen3_moe", SIZES | EXPERTS, {**ATTENTION, **HEAD_NORMS, **ROUTED}, more=_normalised),
+    **dict.fromkeys(("qwen3moe", "qwen3vlmoe"), _QWEN3),
     "gpt-oss": Architecture(
         "gpt_oss", SIZES | expert_keys("num_local_experts", "intermediate_size"), {**ATTENTION, **_OSS}, more=_gpt_oss
     ),
@@ -204,7 +204,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(
         "deepseek_v3", _NAMED | {"attention.kv_lora_rank": "kv_lora_rank"}, {**_BIASED, **LATENT}, more=_deepseek
     ),
-    "glm4moe": Architecture("glm4_moe", _NAMED, {**_BIASED, **_NORMED, **HEAD_NORMS}, more=_sigmoid),
+    "glm4moe": Architecture("glm4_moe", _NAMED, {**_BIASED, **NORMED, **HEAD_NORMS}, more=_sigmoid),
     "minimax-m2": Architecture(
         "minimax_m2",
         SIZES | expert_keys("num_local_experts", "intermediate_size"),

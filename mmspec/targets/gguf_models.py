@@ -103,8 +103,7 @@ def _block(tensor: str) -> int | None:
 
 
 def set_aside(file: GGUFFile) -> list[str]:
-    """Names of the tensors that no module of the model holds: blocks that predict further tokens (MTP), which follow
-    the model's layers."""
+    """Names of the tensors of blocks that predict further tokens (MTP), which follow the model's layers."""
     count = file.get("block_count", 0)
     layers = count - file.get("nextn_predict_layers", 0) or count
     return [name for name in file.tensors if (block := _block(name)) is not None and block >= layers]
@@ -114,11 +113,8 @@ _TOKENS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "paddin
 
 
 class Weight:
-    """A weight of a model in a file's ``tensors``. ``weight[...]`` reads it as a dense tensor.
-
-    Attributes:
-        shape: shape in the model; tensors in the file may have other axes of size 1.
-    """
+    """A weight of a model in a file's ``tensors``. ``weight[...]`` reads it as a dense tensor. ``shape``: shape in the
+    model; tensors in the file may have other axes of size 1."""
 
     def __init__(self, tensors: Sequence[GGUFTensor], change: Change | None, config: Any, shape: torch.Size) -> None:
         self.tensors, self._change, self._config, self.shape = tensors, change, config, shape
@@ -147,8 +143,7 @@ class Weight:
         return Weight(self.tensors, lambda config, *read: change(config, *read).mT, self._config, shape)
 
     def stacks(self) -> list[StoredRows] | None:
-        """The stored rows of fused experts, tensor by tensor; None if they have other values or the kernels lack a
-        format."""
+        """Stored rows of fused experts, by tensor; None if they have other values or the kernels lack a format."""
         found = [tensor.rows() if len(tensor.shape) == 3 else None for tensor in self.tensors]
         fused = self._change is None or self._change in STACKED
         return cast(list[StoredRows], found) if fused and None not in found else None
@@ -168,10 +163,7 @@ class Weight:
 
 def read_weights(file: GGUFFile, model: PreTrainedModel, row: Architecture | None = None) -> dict[str, Weight]:
     """Weights of a model by name, read on access; ``model`` may be on the meta device, ``row`` is its architecture's.
-
-    Raises:
-        UserError: a tensor has no place in the model and is not ``set_aside``.
-    """
+    Raises ``UserError``: a tensor has no place in the model and is not ``set_aside``."""
     unused = set(set_aside(file))
     return _weights(file, model, row or _row(file), [name for name in file.tensors if name not in unused])
 

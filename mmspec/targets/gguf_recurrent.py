@@ -30,12 +30,12 @@ from mmspec.targets.gguf_keys import (
     head_size,
     heads,
     log_of_negative,
-    minus_one,
     mlp,
+    norms_plus_one,
     rope,
     without,
 )
-from mmspec.targets.gguf_mixtures import BIAS, LATENT, SHARED_EXPERTS, SIGMOID
+from mmspec.targets.gguf_mixtures import BIAS, LATENT, NORMED, SHARED_EXPERTS, SIGMOID
 
 
 def _mamba2(place: str) -> Names:
@@ -131,13 +131,6 @@ def _jamba(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _falcon_h1(keys: Keys) -> dict[str, Any]:
-    return decoder(keys) | {
-        **_mamba2_sizes(keys),
-        "mamba_norm_before_gate": False,
-    }
-
-
 def _value_heads(rows: bool, offset: Callable[[Any], int] = lambda config: 0) -> Callable[[Any, int], Tensor]:
     """Undoes llama.cpp's order of the value heads of Gated DeltaNet: the first of each key head, then the second.
 
@@ -159,10 +152,6 @@ def _query_key_rows(config: Any) -> int:
     return int(2 * config.linear_num_key_heads * config.linear_key_head_dim)
 
 
-def _value_columns(config: Any, weight: Tensor) -> Tensor:
-    return weight[:, _value_heads(True)(config, weight.shape[1])]
-
-
 _DELTA: Names = {
     "attn_qkv": ("linear_attn.in_proj_qkv", Rows(_value_heads(True, _query_key_rows))),
     "attn_gate": ("linear_attn.in_proj_z", Rows(_value_heads(True))),
@@ -172,14 +161,10 @@ _DELTA: Names = {
     "ssm_dt": ("linear_attn.dt_bias", Rows(_value_heads(False))),
     "ssm_a": ("linear_attn.A_log", lambda config, weight: Rows(_value_heads(False))(config, (-weight).log())),
     "ssm_norm": "linear_attn.norm",
-    "ssm_out": ("linear_attn.out_proj", _value_columns),
+    "ssm_out": ("linear_attn.out_proj", lambda config, weight: weight[:, _value_heads(True)(config, weight.shape[1])]),
 }
-_QWEN: Names = ATTENTION | {
-    "attn_norm": ("input_layernorm", minus_one),
-    "post_attention_norm": ("post_attention_layernorm", minus_one),
-    **{name: (place, minus_one) for name, place in HEAD_NORMS.items() if isinstance(place, str)},
-}
-_QWEN_OUTER: Names = OUTER | {"output_norm": ("model.norm", minus_one)}
+_QWEN = norms_plus_one(ATTENTION | NORMED | HEAD_NORMS)
+_QWEN_OUTER = norms_plus_one(OUTER)
 _QWEN_KEYS = SIZES | {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
@@ -267,12 +252,12 @@ def _kimi(keys: Keys) -> dict[str, Any]:
     }
 
 
-_CONVOLUTIONS = (
-    "self_attn.conv1d",
-    lambda config, *tensors: torch.cat([tensor.flatten(0, -2) for tensor in tensors]),
-)
+def _convolutions(config: Any, *tensors: Tensor) -> Tensor:
+    return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
+
+
 _KIMI: Names = {
-    **{f"ssm_conv1d_{name}": _CONVOLUTIONS for name in "qkv"},
+    **{f"ssm_conv1d_{name}": ("self_attn.conv1d", _convolutions) for name in "qkv"},
     **{f"ssm_f_{name}": f"self_attn.forget_gate.f_{name}_proj" for name in "ab"},
     **{f"ssm_g_{name}": f"self_attn.g_{name}_proj" for name in "ab"},
     "ssm_dt": "self_attn.forget_gate.dt_bias",
@@ -361,7 +346,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         SIZES | {**_SSM, "ssm.inner_size": "mamba_d_ssm"},
         ATTENTION | _mamba2("mamba") | {"ffn_norm": "pre_ff_layernorm"} | mlp("feed_forward"),
         OUTER | {"output_norm": "model.final_layernorm"},
-        _falcon_h1,
+        lambda keys: decoder(keys) | _mamba2_sizes(keys) | {"mamba_norm_before_gate": False},
     ),
     "qwen3next": Architecture(
         "qwen3_next", _QWEN_KEYS | _QWEN_EXPERTS, _QWEN | _NEXT | ROUTED | SHARED, _QWEN_OUTER, _qwen_next
@@ -387,8 +372,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         _LFM_OUTER,
         _lfm2,
     ),
-    "nemotron_h": _NEMOTRON,
-    "nemotron_h_moe": _NEMOTRON,
+    **dict.fromkeys(("nemotron_h", "nemotron_h_moe"), _NEMOTRON),
     "jamba": Architecture(
         "jamba",
         _HYBRID

@@ -239,11 +239,8 @@ class Vocabulary:
 
 
 def build(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the tokenizer of a file, and options of its ``PreTrainedTokenizerFast``.
-
-    Raises:
-        ValueError: as for ``Vocabulary``; also an unknown value of ``tokenizer.ggml.pre``.
-    """
+    """Return the tokenizer of a file, and options of its ``PreTrainedTokenizerFast``. Raises ``ValueError``: as for
+    ``Vocabulary``; also an unknown value of ``tokenizer.ggml.pre``."""
     vocabulary = Vocabulary(metadata)
     made, adds_bos = (_sentencepiece if vocabulary.is_sentencepiece else _bpe)(vocabulary)
     name = str(metadata.get("general.name", "")).lower()

@@ -155,8 +155,7 @@ def pack_drafter(network: nn.Module, like: Tensor, kind: str | None) -> None:
 
 
 def _linears(module: nn.Module, kinds: Mapping[int, str]) -> list[tuple[Any, str, str]]:
-    """Parent, name and packing kind of each linear layer; ``kinds`` is by layer id. The default, also of ``precise``
-    layers, is bfloat16."""
+    """Parent, name and packing kind of linear layers, from ``kinds`` by layer id; ``precise`` layers: bfloat16."""
     return [
         (parent, name, "bfloat16" if getattr(layer, "precise", False) else kinds.get(id(layer), "bfloat16"))
         for parent in module.modules()
@@ -192,11 +191,8 @@ def weights_kind(model: nn.Module) -> str | None:
 
 
 def quantise_on_cuda(model: PreTrainedModel, kind: str) -> None:
-    """Quantise a decoder's linear layers in place with torchao (weight-only; activations stay bfloat16).
-
-    Raises:
-        UserError: torchao is not installed.
-    """
+    """Quantise a decoder's linear layers in place with torchao (weight-only; activations stay bfloat16). Raises
+    ``UserError``: torchao is not installed."""
     try:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:

@@ -93,9 +93,8 @@ def render(
         variables: further variables of the template, such as ``enable_thinking``.
 
     Raises:
-        UserError: the template rejects the messages, for example a system message (templates are programs of the
-            checkpoint and may raise anything) or takes too much time or memory; or a variable has a name that
-            transformers uses.
+        UserError: the template rejects the messages, for example a system message (templates may raise anything) or
+        takes too much time or memory; or a variable has a name that transformers uses.
     """
     given = {"tools": user_text.marked(tools)} if tools else {}
     if variables:
@@ -199,11 +198,8 @@ class Processor:
         return None
 
     def decode(self, token_ids: Sequence[int], context: Sequence[int] = (), *, skip_special_tokens: bool = True) -> str:
-        """Decode tokens after a context.
-
-        Args:
-            context: preceding token ids, such as the prompt's. Without a context, some tokenizers drop a leading blank.
-        """
+        """Decode tokens after a context. ``context``: preceding token ids, such as the prompt's. Without a context,
+        some tokenizers drop a leading blank."""
         reader = Detokenizer(self.vocabulary, context, None if skip_special_tokens else frozenset())
         return reader.append(token_ids) + reader.finish()
 
@@ -279,11 +275,7 @@ class Processor:
         end = self.decode(prompt[-_MARKER_TOKENS:].tolist(), skip_special_tokens=False).rstrip()
         if end.endswith(form.end):
             return None
-        return ReasoningParser(form, end.endswith(form.start), self.token_bytes, self.special_token)
-
-    def special_token(self, text: str) -> int | None:
-        """Id of the special token with this name; None without one."""
-        return self.special_tokens.get(text)
+        return ReasoningParser(form, end.endswith(form.start), self.token_bytes, self.special_tokens.get)
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -171,10 +171,8 @@ class GGUFSource(LazySource):
 class CompletedSource(LazySource):
     """A vision-language model shipped without the weights that installed packages contain.
 
-    The files other than weights, drafters included, are assembled in a folder of the user's cache.
-
-    Raises:
-        UserError: a part is not installed, or cannot be read.
+    The files other than weights, drafters included, are assembled in a folder of the user's cache. Raises
+    ``UserError``: a part is not installed, or cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -307,8 +305,7 @@ def _stored(rows: list[StoredRows], weight: Any) -> list[StoredRows]:
 
 
 def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype, name: str) -> None:
-    """Read a model's weights; layers selected by ``takes`` keep only rows, and other experts are bfloat16, as after
-    packing."""
+    """Read a model's weights; layers in ``takes`` keep only rows, and other experts are bfloat16, as after packing."""
     experts = torch.bfloat16 if takes else dtype
     empty = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {}
@@ -339,15 +336,13 @@ def _fill(model: Any, state: Mapping[str, Any], takes: Takes, dtype: torch.dtype
     )
 
 
-@contextmanager
-def _unmapped() -> Iterator[None]:
+def _unmapped() -> AbstractContextManager[None]:
     """Make transformers read safetensors files without memory mapping, which keeps them in memory until the end."""
 
     def reading(plain: Any) -> Any:
         return wraps(plain, updated=())(lambda *args, **options: plain(*args, **{**options, "backend": "pread"}))
 
-    with replaced({(modeling_utils, "safe_open"): reading}):
-        yield
+    return replaced({(modeling_utils, "safe_open"): reading})
 
 
 @register_quantization_config("mmspec")

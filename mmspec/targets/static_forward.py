@@ -6,8 +6,10 @@ reduction of its splits, output product, second norm, gate-up product, activatio
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from operator import is_
 from typing import Any
 
@@ -18,20 +20,16 @@ from torch.nn import functional as F
 from mmspec import ops
 from mmspec.cache.tree_cache import SlotBounds, TreeCache
 from mmspec.targets.attention import TreePass, window_of
-from mmspec.targets.recognise import (
-    HEAD_NORMS,
-    PROJECTIONS,
-    Rotation,
-    epsilon_of,
-    gain_of,
-    gate_of,
-    is_hooked,
-    norms_of,
-    reproducible,
-    rotation_of,
-)
+from mmspec.targets.recognise import PROJECTIONS, epsilon_of, gain_of, gate_of, is_hooked, switches
 
 Linear = Callable[[Tensor], Tensor]
+Rotation = tuple[Tensor, Tensor]
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_GEMMA_PARTS = {*_PARTS, "pre_feedforward_layernorm", "post_feedforward_layernorm"}
+_ATTENTION, _MLP = (*PROJECTIONS, "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_HEAD_NORMS = {"query": "q_norm", "key": "k_norm"}
+_FEATURES = 64  # hidden features of the reduced test layer
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class FusedDecoder:
     def of(cls, decoder: Any, config: Any) -> FusedDecoder | None:
         """Build from a decoder; None if its layers are not supported."""
         known = hasattr(decoder, "embed_tokens") and hasattr(getattr(decoder, "norm", None), "weight")
-        return cls(decoder, config) if known and reproducible(decoder, _alone) else None
+        return cls(decoder, config) if known and _reproducible(decoder) else None
 
     @property
     def current(self) -> bool:
@@ -234,7 +232,7 @@ class FusedDecoder:
         for place, (kind, layer) in enumerate(zip(kinds, decoder.layers, strict=True)):
             if kind not in metadata:
                 mask, window = masks[kind] if isinstance(masks, dict) else masks, window_of(self._config, place)
-                rotations[kind] = rotation_of(decoder.rotary_emb, layer, x, positions)
+                rotations[kind] = _rotation_of(decoder.rotary_emb, layer, x, positions)
                 metadata[kind] = AttentionMetadata(tree.bounds, cache.offset, mask[:, 0], tree.depth, window)
         each = [rotations[kind] for kind in kinds], buffers, [metadata[kind] for kind in kinds]
         (*streams, residual), y = run_layers(self._layers, x, *each)
@@ -252,30 +250,103 @@ def _norm(norm: Any) -> FusedNorm:
 
 
 def _fused(layer: Any) -> FusedLayer:
-    """Convert a layer with the structure checked in ``recognise``."""
+    """Convert a layer with the structure checked by ``_has_parts``."""
     attention, mlp = layer.self_attn, layer.mlp
-    heads = dict(zip(("query", "key"), HEAD_NORMS, strict=True)) if hasattr(attention, HEAD_NORMS[0]) else {}
-    norms = {**norms_of(layer), **{name: getattr(attention, module) for name, module in heads.items()}}
     return FusedLayer(
         JoinedLinear([getattr(attention, name) for name in PROJECTIONS]),
         attention.o_proj,
         JoinedLinear([mlp.gate_proj, mlp.up_proj]),
         mlp.down_proj,
-        {name: _norm(norm) for name, norm in norms.items()},
+        {name: _norm(norm) for name, norm in _norms(layer).items()},
         attention.scaling,
         gelu=gate_of(mlp.act_fn) == "gelu",
     )
 
 
-def _alone(layer: Any, x: Tensor, rotation: Rotation) -> Tensor:
-    """Output of a single layer on a prompt, (batch, tokens, hidden)."""
-    if gate_of(layer.mlp.act_fn) is None:
-        raise ValueError("another activation")
-    fused, (batch, nodes, _) = _fused(layer), x.shape
-    width = layer.self_attn.head_dim
-    buffers = x.new_zeros(2, batch, layer.self_attn.k_proj.out_features // width, nodes, width)
+def _norms(layer: Any) -> dict[str, Any]:
+    """The norms by their names in ``FusedLayer``."""
+    norms = {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+    if hasattr(layer, "pre_feedforward_layernorm"):
+        norms |= {"attention_after": norms["mlp"], "mlp": layer.pre_feedforward_layernorm}
+        norms["mlp_after"] = layer.post_feedforward_layernorm
+    heads = {name: getattr(layer.self_attn, module, None) for name, module in _HEAD_NORMS.items()}
+    return norms | {name: norm for name, norm in heads.items() if norm is not None}
+
+
+def _linears(layer: Any) -> list[Any]:
+    """Queries, keys, values and outputs of attention; gate, up and down of the MLP."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [*(getattr(attention, name) for name in _ATTENTION), *(getattr(mlp, name) for name in _MLP)]
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether a layer has exactly the submodules of a Llama, Qwen3 or Gemma 3 layer."""
+    names = lambda module: {name for name, _ in module.named_children()}  # noqa: E731
+    if names(layer) not in (_PARTS, _GEMMA_PARTS) or names(layer.mlp) - {*_MLP, "act_fn"}:
+        return False
+    if names(layer.self_attn) not in ({*_ATTENTION}, {*_ATTENTION, *_HEAD_NORMS.values()}):
+        return False
+    if getattr(layer.self_attn, "attn_logit_softcapping", None):  # Gemma 2; small scores do not reveal it
+        return False
+    own = [*layer.parameters(recurse=False), *layer.self_attn.parameters(recurse=False)]
+    return all(type(part) is nn.Linear for part in _linears(layer)) and not own
+
+
+def _reproducible(decoder: nn.Module) -> bool:
+    """Whether all layers have a supported structure, and each kind of layer is reproduced by ``run_layers``."""
+    rotary, layers = getattr(decoder, "rotary_emb", None), getattr(decoder, "layers", None)
+    if rotary is None or not isinstance(layers, nn.ModuleList) or not all(map(_has_parts, layers)):
+        return False
+    kinds = {(type(layer), *switches(layer.self_attn)): layer for layer in layers}
+    return all(_reproduces(layer, rotary) for layer in kinds.values())
+
+
+@torch.inference_mode()
+def _reproduces(layer: Any, rotary: nn.Module) -> bool:
+    """Whether ``run_layers`` reproduces a reduced layer on random hidden states at widely spaced positions."""
+    plain, device = _small(layer), next(rotary.buffers()).device
+    generator, (batch, nodes) = torch.Generator().manual_seed(0), (2, 5)
+    x = torch.randn(batch, nodes, plain.mlp.down_proj.out_features, dtype=torch.float32, generator=generator)
+    positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]], dtype=torch.long)
     none = torch.zeros(batch + 1, dtype=torch.long)
     mask = torch.ones(nodes, nodes, dtype=torch.bool).tril().expand(batch, -1, -1)
     metadata = AttentionMetadata(SlotBounds(none[:-1], none[-1:]), 0, mask)
-    streams, y = run_layers([fused], x, [rotation], [list(buffers)], [metadata])
-    return fused.norms["mlp"](y, streams[-1], fused.norms.get("mlp_after"))[0]
+    try:
+        rotation = _rotation_of(rotary, layer, x.to(device), positions.to(device))
+        rotation = rotation[0].cpu(), rotation[1].cpu()
+        expected = plain(x, position_ids=positions, position_embeddings=rotation)
+        fused, width = _fused(plain), plain.self_attn.head_dim
+        buffers = x.new_zeros(2, batch, plain.self_attn.k_proj.out_features // width, nodes, width)
+        streams, y = run_layers([fused], x, [rotation], [list(buffers)], [metadata])
+        computed = fused.norms["mlp"](y, streams[-1], fused.norms.get("mlp_after"))[0]
+        gated = gate_of(plain.mlp.act_fn) in ("silu", "gelu")
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError):
+        return False
+    rotated_once = rotation[0].ndim == 3  # otherwise per position axis (images)
+    same = isinstance(expected, Tensor) and torch.allclose(computed, expected, atol=1e-4, rtol=1e-4)
+    return gated and rotated_once and same
+
+
+def _rotation_of(rotary: Any, layer: Any, x: Tensor, positions: Tensor) -> Rotation:
+    """Cosines and sines for a layer; some decoders have several sets of frequencies, chosen by layer."""
+    takes_type = "layer_type" in signature(rotary.forward).parameters
+    cos, sin = rotary(x, position_ids=positions, **({"layer_type": layer.self_attn.layer_type} if takes_type else {}))
+    return cos, sin
+
+
+def _small(layer: Any) -> Any:
+    """A copy of a layer in float32 on the CPU, reduced to the first features of its hidden states and its MLP."""
+    some, whole = slice(_FEATURES), slice(None)
+    sizes = [(whole, some)] * len(PROJECTIONS) + [(some, whole)] + [(some, some)] * len(_MLP)
+    memo: dict[int, Any] = {}
+    for part, (rows, columns) in zip(_linears(layer), sizes, strict=True):
+        memo[id(part.weight)] = nn.Parameter(part.weight.detach()[rows, columns].float().cpu(), requires_grad=False)
+        if part.bias is not None:
+            memo[id(part.bias)] = nn.Parameter(part.bias[rows].float().cpu(), requires_grad=False)
+    for name, norm in _norms(layer).items():
+        features = whole if name in _HEAD_NORMS else some
+        memo[id(norm.weight)] = nn.Parameter(norm.weight[features].float().cpu(), requires_grad=False)
+    small = copy.deepcopy(layer, memo)
+    for part in _linears(small):
+        part.out_features, part.in_features = part.weight.shape
+    return small

@@ -1,7 +1,6 @@
 """Decoders of residual sublayers in one native call: dense decoders, mixtures, and hybrids with recurrent mixers.
 
-Weights stay in the decoder's own modules, packed for the C++ kernels. Passes that the kernels do not support run in the
-decoder's forward.
+Weights stay in the decoder's own modules, packed for the C++ kernels. Unsupported passes run in the decoder's forward.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ _MULTIPLIERS = {
 _SHARED = "shared_expert", "shared_experts", "shared_mlp"
 _FINAL_NORMS = "norm", "embedding_norm", "final_layernorm", "norm_f"
 _TOLERANCE = 0.03  # of a layer's update, relative: inputs rounded to 8 bits, and keys and values to bfloat16
-_SCORES = 1 / 8
-"""Factor of attention scores in comparisons: rounding queries and keys changes small scores little."""
+_SCORES = 1 / 8  # factor of attention scores in comparisons: rounding queries and keys changes small scores little
 
 _FORMS = {"float32": "float32", "bfloat16": "bfloat16"}
 """Forms of the kernels' inputs, by kind of weights; other kinds take int8."""
@@ -72,7 +70,8 @@ class SublayerStack:
     """
 
     def __init__(self, decoder: Any, describe: Sequence[Describe] = ()) -> None:
-        self._decoder, self._rotary = decoder, getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
+        self._decoder: Any = decoder
+        self._rotary: Any = getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
         self._embed: Any = getattr(decoder, "embed_tokens", None) or decoder.embeddings
         self._norm: Any = next(getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name))
         self._last = gain_of(self._norm).float().contiguous(), epsilon_of(self._norm)
@@ -86,8 +85,10 @@ class SublayerStack:
         scalings = getattr(self._rotary, "rope_type", "default")
         scalings = list(scalings.values()) if isinstance(scalings, dict) else [scalings]
         self._fixed = not any(name in one for one in scalings for name in ("dynamic", "longrope"))
-        self._repeated = self._rotary is None or self._repeats()
-        self._rotations = self._turns(torch.zeros(1, 1, dtype=torch.long))[:, 0]  # by position
+        first = torch.zeros(1, 1, dtype=torch.long)
+        # gpt-oss does not repeat cosines for the second feature of each pair.
+        self._repeated = self._rotary is None or torch.equal(*self._turned(first + 1, self._types[0])[0].chunk(2, -1))
+        self._rotations = self._turns(first)[:, 0]  # by position
         chosen: dict[Hashable, tuple[int, bool]] = {}
         layers: list[list[Part]] = []
         for place, layer in enumerate(decoder.layers):
@@ -134,11 +135,8 @@ class SublayerStack:
         return self._states(x, inputs, allowed, cache, *cache.recurrent(self.weights))
 
     def prompt(self, inputs: dict[str, Any], mask: Tensor | None, cache: Any) -> States:
-        """States of tokens of a prompt after those in the cache; advances the states of recurrent layers.
-
-        Args:
-            mask: (batch, slots), 0 at padding on the left, up to the last of these tokens; None without padding.
-        """
+        """States of tokens of a prompt after those in the cache; advances the states of recurrent layers. ``mask``:
+        (batch, slots), 0 at padding on the left, up to the last of these tokens; None without padding."""
         x = self._embedded(inputs)
         (batch, tokens, _), start = x.shape, cache.get_seq_length()
         first: Tensor | None = None
@@ -189,25 +187,16 @@ class SublayerStack:
         return self._rotations[:, positions]
 
     def _turns(self, positions: Tensor | None, shape: tuple[int, int] = (1, 1)) -> Tensor:
-        """Cosines and sines, (kinds of rotation, batch, nodes, 2, rotated / 2) float32; empty without rotary
-        positions."""
+        """Cosines and sines, (kinds of rotation, batch, nodes, 2, rotated / 2) float32; empty without rotations."""
         if self._rotary is None:
             return torch.empty(1, *(shape if positions is None else positions.shape[-2:]), 2, 0, dtype=torch.float32)
-        x = torch.empty(0, dtype=torch.float32)
-        turns = torch.stack([torch.stack(self._turned(x, positions, kind), dim=-2) for kind in self._types])
+        turns = torch.stack([torch.stack(self._turned(positions, kind), dim=-2) for kind in self._types])
         return turns[..., : turns.shape[-1] // 2] if self._repeated else turns
 
-    def _turned(self, x: Tensor, positions: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
-        rotary: Any = self._rotary
-        cos, sin = rotary(x, position_ids=positions, **({"layer_type": kind} if kind else {}))
+    def _turned(self, positions: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+        rotary, options = self._rotary, {"layer_type": kind} if kind else {}
+        cos, sin = rotary(torch.empty(0, dtype=torch.float32), position_ids=positions, **options)
         return cos, sin
-
-    def _repeats(self) -> bool:
-        """Whether cosines are repeated for the second feature of each pair (not in gpt-oss)."""
-        cosines = self._turned(torch.empty(0, dtype=torch.float32), torch.ones(1, 1, dtype=torch.long), self._types[0])[
-            0
-        ]
-        return torch.equal(*cosines.chunk(2, dim=-1))
 
     def _sublayers(self, layer: Any, parts: list[Part], norms: list[Any], order: int, rotates: bool) -> list[Part]:
         """Arguments of ``cpu.sublayer_weights``.
@@ -252,13 +241,14 @@ class SublayerStack:
             child.register_forward_pre_hook(partial(record, original), with_kwargs=True)
             if hasattr(child, "scaling"):
                 child.scaling *= _SCORES
-        x = torch.randn(2, 5, _hidden(parts), generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        width, generator = int(parts[0]["inputs"][0][0].in_features), torch.Generator().manual_seed(0)
+        x = torch.randn(2, 5, width, generator=generator, dtype=torch.float32)
         positions = torch.tensor([[0, 1, 2, 3, 4], [3, 5, 9, 20, 50]], dtype=torch.long)
         options: dict[str, Any] = {"attention_mask": None}
         attention = next((part for part in parts if part["kind"] == "attention"), None)
         if self._rotary is not None:
             kind = self._types[0 if attention is None else attention["rotation"]]
-            options["position_embeddings"] = self._turned(x, positions, kind)
+            options["position_embeddings"] = self._turned(positions, kind)
         if attention is not None and self._decoder.config._attn_implementation == "eager":
             options["attention_mask"] = torch.full((2, 1, 5, 5), -torch.inf, dtype=torch.float32).triu(1)
         cache = TreeCache(len(self._decoder.layers))
@@ -306,10 +296,8 @@ class SublayerStack:
         ends: list[Tensor] = []
 
         def record(layer: Any, args: Any, inputs: dict[str, Any], out: Any = None) -> None:
-            ends.append((args[0] if args else inputs["hidden_states"]) if out is None else first_of(out))
-
-        def first_of(out: Any) -> Tensor:
-            return out[0] if isinstance(out, tuple) else out
+            out = out[0] if isinstance(out, tuple) else out
+            ends.append((args[0] if args else inputs["hidden_states"]) if out is None else out)
 
         inputs, layers = {"input_ids": torch.arange(1, 5)[None]}, self._decoder.layers
         with (
@@ -370,11 +358,6 @@ def _orders(parts: Sequence[Part], norms: Sequence[Any]) -> list[list[tuple[Any,
         halves = (norms[::2], norms[1::2]), (norms[:count], norms[count:])
         return [list(zip(*half, strict=True)) for half in halves]
     raise ValueError(f"expected one or two norms for each of {count} parts of a layer: got {len(norms)}")
-
-
-def _hidden(parts: Sequence[Part]) -> int:
-    """Number of features of a layer's hidden states."""
-    return int(parts[0]["inputs"][0][0].in_features)
 
 
 def _weights(layers: Sequence[Sequence[Part]]) -> Any:
@@ -452,15 +435,13 @@ def _mlp(module: Any) -> Part | None:
     *inputs, out = (getattr(module, name) for name in names)
     functions = (getattr(module, name, None) for name in ("act_fn", "activation"))
     function = next(filter(None, functions), nn.functional.silu)  # LFM2 has no attribute
-    kind = gate_of(function) if names[0] != "up_proj" else "squared_relu" if _squares(function) else None
-    if kind is None:
+    kind = gate_of(function)
+    if kind is None or (kind == "squared_relu") != (names[0] == "up_proj"):
         raise ValueError(f"expected SiLU, GELU or, without a gate, squared ReLU: got {type(module).__name__}")
-    factors = (
-        {"gate_scale": module.gate_multiplier, "scale": module.down_multiplier}
-        if hasattr(module, "gate_multiplier")
-        else {}
-    )
-    return dict(kind="mlp", inputs=[inputs], out=out, activation=kind, **factors)
+    part = dict(kind="mlp", inputs=[inputs], out=out, activation=kind)
+    if hasattr(module, "gate_multiplier"):
+        part |= {"gate_scale": module.gate_multiplier, "scale": module.down_multiplier}
+    return part
 
 
 def _experts(module: Any) -> Part | None:
@@ -478,8 +459,3 @@ def _experts(module: Any) -> Part | None:
     assert mlp is not None
     inputs = [[routing], *mlp["inputs"], *([] if gate is None else [[gate]])]
     return {**mlp, **part, "inputs": inputs, "out": mlp["out"], "gated": gate is not None}
-
-
-def _squares(function: Any) -> bool:
-    x = torch.linspace(-3, 3, 7, dtype=torch.float32)
-    return torch.equal(function(x), x.relu().square())

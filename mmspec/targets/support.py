@@ -1,7 +1,6 @@
 """Transformers models as targets: support checks, the parts of a model, and the devices that it is on.
 
-Models larger than one device have their layers dispatched to several devices, or their weights sharded over the ranks
-of a job.
+Models larger than one device are dispatched to several, layer by layer, or sharded over the ranks of a job.
 """
 
 from __future__ import annotations
@@ -255,9 +254,8 @@ def _rope_switches(config: Any) -> Iterator[tuple[str, int]]:
             continue  # Mamba-2 has neither rotary embeddings nor max_position_embeddings
         switch = config.max_position_embeddings
         if kind == "longrope":
-            switch = rope.get("original_max_position_embeddings") or getattr(
-                config, "original_max_position_embeddings", switch
-            )
+            name = "original_max_position_embeddings"
+            switch = rope.get(name) or getattr(config, name, switch)
         yield kind, switch
     # Llama 4 and Inkling number the nodes of a pass regardless of depth.
     if getattr(config, "attn_temperature_tuning", None):
@@ -330,12 +328,8 @@ def computing_devices(model: PreTrainedModel) -> set[str]:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Hash of all that the states of a model's tokens depend on: weights, adapters included, configuration, device,
-    kernels and versions.
-
-    Raises:
-        UserError: weights are neither in memory nor in a GGUF file.
-    """
+    """Hash of all that a model's states depend on: weights with adapters, configuration, device, kernels and versions.
+    Raises ``UserError``: weights are neither in memory nor in a GGUF file."""
     device = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else model.device.type
     kernels = builds.identity(builds.SOURCE, [cpu_library.build(), os.environ.get("MMSPEC_KERNELS", "auto")])
     about = [torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), device, kernels]

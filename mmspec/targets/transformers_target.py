@@ -186,10 +186,9 @@ class TransformersTarget:
         call = {**prompt.inputs, **tokens, "attention_mask": mask, "position_ids": positions}
         # Longrope's rotations depend on the last position of a pass.
         divisible = prompt.prefill_mask is None and not any(rope_side(self.config, length))
-        native, keeps = prompt.prefill_mask is None and decoder.prompts_natively(cache), False
-        first = 0
-        if state is not None:
-            first, keeps = state.length, divisible and decoder.layers is not None
+        native = prompt.prefill_mask is None and decoder.prompts_natively(cache)
+        before: Any = state
+        first, keeps = state.length if state else 0, bool(state) and divisible and decoder.layers is not None
         if (native or keeps) and not self._head.checked:
             few = {"input_ids": torch.arange(1, 5)[None], "attention_mask": None, "position_ids": torch.arange(4)[None]}
             few_logits, _, last = decoder.prefill(few, decoder.new_cache(4, False), ())
@@ -215,12 +214,8 @@ class TransformersTarget:
                 if keeps and end % BLOCK == 0:
                     stops = spaced({**stops, end: Stop(cache.row_states(0))})
             features = {name: torch.cat([one[name] for one in passes], dim=1) for name in reads if passes}
-            if passes:
-                logits = self._head(passes[-1]["last"][:, -1:])
-            else:  # all tokens are in the cache
-                assert state is not None
-                assert state.logits is not None
-                logits = state.logits
+            # Without a pass, all tokens are in the cache.
+            logits = self._head(passes[-1]["last"][:, -1:]) if passes else before.logits
         else:
             logits, inputs, features = decoder.prefill(call, cache, reads)
             cache.commit_prompt(length, mask, batch)
@@ -336,8 +331,7 @@ def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
         name: name of the model's class, for the error.
 
     Raises:
-        UserError: the decoder has no ``position_ids``, or a prompt with several position axes ends on an image or
-            video.
+        UserError: the decoder has no ``position_ids``, or a prompt with several position axes does not end on text.
     """
     if positions is None:
         raise UserError(f"the decoder must be given position_ids: that of {name} is not")
@@ -350,17 +344,19 @@ def next_position(positions: Tensor | None, batch: int, name: str) -> Tensor:
 
 
 class FirstLayers:
-    """A target's first layers, final norm and output layer, run with the target's cache.
+    """A target's first ``count`` layers, final norm and output layer, run with the target's cache.
 
     Attributes:
         recurrent: whether the target has recurrent layers, which keep no uncommitted nodes.
         head: see ``Target.head``.
 
     Raises:
-        UserError: the decoder is not one list of more than ``count`` layers.
+        UserError: the target is not a transformers model of one decoder with more than ``count`` layers.
     """
 
-    def __init__(self, target: TransformersTarget, count: int) -> None:
+    def __init__(self, target: Target, count: int) -> None:
+        if not isinstance(target, TransformersTarget):
+            raise UserError("an early exit requires a target that is a model of transformers: this one is not")
         self._target, self._count = target, count
         self._decoder: Decoder | None = Decoder(target.model, count)
         self.recurrent, self.head = target.decoder.layers is not None, target.head

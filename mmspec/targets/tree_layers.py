@@ -53,11 +53,8 @@ class TreeLayers(Protocol):
 
 
 def tree_layers(model: PreTrainedModel, config: Any) -> TreeLayers | None:
-    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them.
-
-    Raises:
-        UserError: the installed transformers lacks a function that the plug-in needs.
-    """
+    """The plug-in for a model's layers; None if all are attention, or no plug-in supports them. Raises ``UserError``:
+    the installed transformers lacks a function that the plug-in needs."""
     kinds = getattr(config, "layer_types", None)
     if kinds and ATTENTION.issuperset(kinds):
         return None
@@ -80,11 +77,8 @@ _PASSES: Counter[Place] = Counter()  # running passes by place
 @contextmanager
 def replaced(replacements: Mapping[Place, Callable[[Any], Any]]) -> Iterator[None]:
     """Replace functions during a pass. Passes of several threads may overlap: the first replaces, the last restores.
-
-    Args:
-        replacements: by place, a function that makes the replacement from the original, with ``functools.wraps``.
-            Other threads call the replacement too.
-    """
+    ``replacements``: by place, a function that makes the replacement from the original, with ``functools.wraps``. Other
+    threads call the replacement too."""
     with _LOCK:
         for place, replace in replacements.items():
             if not _PASSES[place]:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from mmspec.core.target import output_of
-from mmspec.drafters.early_exit import Kangaroo, KangarooConfig, KangarooNetwork, first_layers
+from mmspec.drafters.early_exit import Kangaroo, KangarooConfig, KangarooNetwork
 from mmspec.pipeline import Pipeline
+from mmspec.targets.transformers_target import FirstLayers
 from mmspec.training.objectives import LossInput, LossOutput, causal_pass, next_token_loss
 from mmspec.training.options import NextTokenLoss, TreeOptions
 from mmspec.training.tasks import DrafterTraining, TrainingTask
@@ -36,7 +37,7 @@ class KangarooOptions(KangarooObjective, TreeOptions):
 
 def setup(options: KangarooOptions, pipe: Pipeline, draft_ids: Tensor | None) -> TrainingTask:
     target = pipe.target
-    first_layers(target, options.exit_layer)  # raises if the target has too few
+    FirstLayers(target, options.exit_layer)  # raises if the target has too few
     config = KangarooConfig.like(target.config, mlp=0, rope_theta=10000.0, exit_layer=options.exit_layer)
     network = KangarooNetwork(config).to(target.device, torch.float32)
     return TrainingTask(network, options, Kangaroo, draft_ids, (output_of(options.exit_layer - 1),))

@@ -36,7 +36,8 @@ FULL_QWEN = {**QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_atten
 FULL_QWEN |= {"num_key_value_heads": 4, "vocab_size": 152064}
 
 
-read_msd = MSD.read_published
+def read_msd(folder, drafter=MSD):
+    return published.read(folder, drafter)
 
 
 def test_a_folder_of_something_else_is_not_recognised(tmp_path):
@@ -79,7 +80,7 @@ def test_the_network_computes_what_the_published_layer_does(name, tmp_path):
     folder = write(tmp_path, config, tensors)
     is_msd = name.startswith("msd")
     kind, drafter = (MSDNetwork, MSD) if is_msd else (EagleNetwork, Eagle)
-    network = load_network(kind, *drafter.read_published(folder)[:2], tmp_path)
+    network = load_network(kind, *read_msd(folder, drafter)[:2], tmp_path)
     made, layer = layer_of(config)
     prefix = "layers.0."
     layer.load_state_dict({key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)})
@@ -207,9 +208,9 @@ def test_published_configurations_are_read_and_draft_beside_their_targets(name, 
 def test_drafters_of_other_methods_are_refused_by_name(config, name, tmp_path):
     tensors = {"midlayer.hidden_norm.weight": torch.ones(48), "fc.weight": torch.zeros(48, 144)}
     folder = write(tmp_path, config, tensors, "bin")
-    for read in (read_msd, Eagle3.read_published):
+    for drafter in (MSD, Eagle3):
         with pytest.raises(UserError, match=rf"received {name}.*: use an MSD or EAGLE checkpoint"):
-            read(folder)
+            read_msd(folder, drafter)
     with pytest.raises(UserError, match=name):
         make_drafter(str(folder))
 

@@ -154,8 +154,7 @@ def layout_of(config: Mapping[str, Any], names: set[str]) -> str | None:
 
 
 def recognise(folder: Path) -> str | None:
-    """Identify the layout of a folder without ``mmspec_drafter``, see ``layout_of``, or of a GGUF file; None if
-    unknown."""
+    """Layout of a folder without ``mmspec_drafter``, see ``layout_of``, or of a GGUF file; None if unknown."""
     if stored := opened(folder):
         return name if (name := stored.architecture()) in gguf.ARCHITECTURES else None
     config = read_config(folder)

@@ -74,11 +74,8 @@ def stack(tensors: Mapping[str, Tensor], parts: Parts) -> dict[str, Tensor]:
 
 
 def unstack(state: Mapping[str, Tensor], parts: Parts, layer: LayerShape) -> dict[str, Tensor]:
-    """Split parameters into published tensors, the inverse of ``stack``.
-
-    Args:
-        layer: layer shape, to split three parts into queries, keys and values; two parts have the same size.
-    """
+    """Split parameters into published tensors, the inverse of ``stack``. ``layer``: layer shape, to split three parts
+    into queries, keys and values; two parts have the same size."""
     inner, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
     found: dict[str, Tensor] = {}
     for ours, some in parts.items():
@@ -274,11 +271,8 @@ class Source:
         return check(f"{self.where}/config.json: {name}", kind, value)
 
     def check_all_read(self, title: str) -> None:
-        """Check that no ignored field may affect outputs; values 0, 1, false and empty are accepted.
-
-        Raises:
-            UserError: a field was not read and is not listed in ``INERT``.
-        """
+        """Check that no ignored field may affect outputs; values 0, 1, false and empty are accepted. Raises
+        ``UserError``: a field was not read and is not listed in ``INERT``."""
 
         def unread(config: Mapping[str, Any]) -> Iterable[str]:
             for name, value in config.items():
@@ -346,11 +340,8 @@ def class_names(config: Mapping[str, Any], *more: Any) -> list[str]:
 
 
 def written_layer(network: Any, target: Any, model_type: str) -> dict[str, Any]:
-    """Decoder layer fields of a transformers configuration, without rotary positions.
-
-    Args:
-        target: transformers configuration of the target.
-    """
+    """Decoder layer fields of a transformers configuration, without rotary positions. ``target``: transformers
+    configuration of the target."""
     decoder = target.get_text_config()
     limit = getattr(decoder, "max_position_embeddings", None)  # absent with ALiBi
     return {

@@ -24,12 +24,8 @@ for _theirs, _ours in (("attn_conv", "attention_conv"), ("ffn_conv", "mlp_conv")
 
 
 def read(file: GGUFFile) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Fields of ``config.json`` and tensors.
-
-    Raises:
-        UserError: another architecture, a missing or unknown key, or a tensor that no such drafter has, such as factors
-            of rotary frequencies.
-    """
+    """Fields of ``config.json`` and tensors. Raises ``UserError``: another architecture, a missing or unknown key, or
+    an unknown tensor, such as rotary factors."""
     keys = Keys(file)
     with explained(f"cannot load drafter {str(file.path)!r}", ValueError):
         if (name := file.architecture()) not in ARCHITECTURES:

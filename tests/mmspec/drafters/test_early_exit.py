@@ -11,13 +11,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from mmspec import TokenTree, UserError
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
-from mmspec.drafters.early_exit import EarlyExit, Kangaroo, first_layers
+from mmspec.drafters.early_exit import EarlyExit, Kangaroo
 from mmspec.drafters.growth import LevelPasses
 from mmspec.drafters.registry import make_drafter
 from mmspec.ops import cpu, cpu_library
 from mmspec.targets.decoder import Decoder
 from mmspec.targets.packing import pack_model
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import FirstLayers, TransformersTarget
 from tests import kangaroo
 from tests.draft_checks import check_logits
 from tests.mmspec.drafters.test_drafters import target_of
@@ -102,7 +102,7 @@ def test_states_of_packed_targets_are_those_of_their_verify_passes():
     target, drafter = TransformersTarget(model), Kangaroo(kangaroo_network(model, exit_layer=2))
     drafter.attach(target)
     prefilled(target, PROMPT, 32)
-    tokens, first = torch.tensor([[7, 5, 9]]), first_layers(target, 2)
+    tokens, first = torch.tensor([[7, 5, 9]]), FirstLayers(target, 2)
     passes = LevelPasses(first.runner, first.recurrent, drafter.features[0])
     target.runner.cache.reserve_nodes(3)
     origin = torch.zeros(1, 1, dtype=torch.long)

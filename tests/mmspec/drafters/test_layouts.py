@@ -163,11 +163,11 @@ def test_folders_are_recognised_and_read_by_their_own_drafter_alone(name, tmp_pa
     kind, config, tensors = checkpoint(name)
     folder = write(tmp_path, config, {key: value.contiguous() for key, value in tensors.items()}, "bin")
     assert layouts.recognise(folder) == kind.name
-    assert kind.read_published(folder)[0] == kind.convert(config, tensors, "here")[0]
+    assert layouts.read(folder, kind)[0] == kind.convert(config, tensors, "here")[0]
     for other in KINDS.values():
         if kind.name not in (other.name, *LAYOUTS[other.name].like):
             with pytest.raises(UserError) as caught:
-                other.read_published(folder)
+                layouts.read(folder, other)
             title = LAYOUTS[kind.name].title
             assert str(caught.value).endswith(f", received {title}: use {kind.name}:{folder}")
 
@@ -176,7 +176,7 @@ def test_folders_are_recognised_and_read_by_their_own_drafter_alone(name, tmp_pa
 def test_weights_are_read_in_their_own_dtype(name, tmp_path):
     kind, config, tensors = checkpoint(name)
     half = {key: value.half() if value.is_floating_point() else value for key, value in tensors.items()}
-    found = kind.read_published(Path(write(tmp_path, config, half)))[1]
+    found = layouts.read(Path(write(tmp_path, config, half)), kind)[1]
     assert {value.dtype for value in found.values()} == {torch.float16}
 
 
