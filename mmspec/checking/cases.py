@@ -336,7 +336,9 @@ def _adapters(trial: Trial) -> None:
 @case("temperature", "Tokens are sampled at the requested temperature, according to their log probabilities.")
 def _temperature(trial: Trial) -> None:
     side = trial.variant(source=LIBRARYS) if trial.is_local else trial.tested
-    fields: dict[str, Any] = {"temperature": 1.0, "top_k": _CANDIDATES, "top_p": 1.0, "top_logprobs": _CANDIDATES}
+    # Other values among a model's defaults, as in GGUF files, would change the samples, but not the log probabilities.
+    fields: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    fields |= {"top_k": _CANDIDATES, "top_logprobs": _CANDIDATES}
     questions = [Question.user(text, **fields) for text in (_TOSSES, *_EIGHT)] * (4 if trial.is_local else 1)
 
     def sample(ask: Callable[..., list[list[Answer]]]) -> tuple[float, float, list[tuple[float, list[float]]]]:
