@@ -126,7 +126,7 @@ class _URL(Fields):
 
 
 class TextPart(Variant):
-    ignored: ClassVar[Sequence[str]] = (*CACHE, "citations")
+    ignored: ClassVar = (*CACHE, "annotations", "citations", "logprobs")  # in answers that clients send back
     type: Literal["text"]
     text: str
 
@@ -150,14 +150,15 @@ class MediaPart(Variant):
     @property
     def source(self) -> str:
         """URL of the file."""
-        given: _URL | str = getattr(self, f"{self.kind}_url")
-        return given if isinstance(given, str) else given.url
+        given: _URL = getattr(self, f"{self.kind}_url")
+        return given.url
 
 
 class ImagePart(MediaPart):
     """An image; ``image_url`` may be the URL as a string."""
 
-    ignored: ClassVar = CACHE
+    ignored: ClassVar = (*CACHE, "detail")
+    refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
     kind = "image"
     type: Literal["image_url"]
     image_url: Annotated[_URL, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
@@ -167,11 +168,6 @@ class VideoPart(MediaPart):
     kind = "video"
     type: Literal["video_url"]
     video_url: _URL
-
-
-def as_parts(kind: str) -> BeforeValidator:
-    """Converts a message's content that is a string to one part of type ``kind``."""
-    return BeforeValidator(lambda given: [{"type": kind, "text": given}] if isinstance(given, str) else given)
 
 
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
@@ -194,11 +190,15 @@ class ToolCall(Fields):
 class ChatMessage(Fields):
     """One message; string content means one text part, an assistant's content may be null or a refusal."""
 
-    ignored: ClassVar = CACHE
+    ignored: ClassVar[Sequence[str]] = CACHE
     refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # in answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], Field(max_length=MOST_ITEMS), as_parts("text")]
+    content: Annotated[
+        list[Part],
+        Field(max_length=MOST_ITEMS),
+        BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
+    ]
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
     tool_call_id: str | None = None
     name: str | None = None
@@ -230,6 +230,11 @@ class ChatMessage(Fields):
         parts = [part.text for part in self.content if not isinstance(part, MediaPart)]
         called = [(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()]
         return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.reasoning_text or ""]
+
+    @property
+    def only_thinks(self) -> bool:
+        """Whether the message has reasoning, and neither content nor calls."""
+        return bool(self.reasoning_text) and not (self.content or self.tool_calls)
 
     @property
     def reasoning_text(self) -> str | None:
