@@ -17,13 +17,14 @@ from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
     MODEL_HELP,
+    LoadOptions,
     Secret,
     adapt_of,
     adapt_options,
     check_api_key,
     complete,
+    derived,
     device_options,
-    generation_config_option,
     listen_options,
     mmproj_option,
     steps_shown,
@@ -51,7 +52,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 )
 @mmproj_option
 @device_options
-@generation_config_option
+@derived(LoadOptions, "generation_config")
 @listen_options(7860)
 @LOGIN.declared
 @click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")

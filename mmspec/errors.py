@@ -82,7 +82,6 @@ def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def raising(function: Callable[[], Any]) -> Any:
-    """Return the function's result and raise its errors."""
     return function()
 
 

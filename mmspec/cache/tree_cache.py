@@ -237,7 +237,6 @@ class KVBuffers:
                     buffer[:, new, :, : lengths[old]] = buffer[:, old, :, : lengths[old]]
 
     def _drop(self) -> None:
-        """Free the buffers."""
         self.tensors, self._used, self._places = [], [], {}
 
     @property

@@ -184,8 +184,6 @@ class LocalSide:
 
     def limited(self, limit: int | None) -> Self:
         """A copy of this side with at most this context limit."""
-        if limit is None:
-            return self
         other = copy(self)
         other.limit = limit
         return other

@@ -16,14 +16,15 @@ from mmspec.cli.options import (
     API_KEY,
     FILE,
     OUT_FILE,
+    LoadOptions,
     adapter_option,
     data_uri,
+    derived,
     device_map_option,
     drafter_option,
     json_option,
     mmproj_option,
     model_options,
-    trust_option,
 )
 from mmspec.errors import UserError
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 @model_options
 @mmproj_option
 @device_map_option
-@trust_option
+@derived(LoadOptions, "trust_remote_code")
 @drafter_option
 @adapter_option
 @click.option("--url", metavar="URL", help="Check this speculating server with OpenAI's API instead of MODEL.")

@@ -7,7 +7,7 @@ import html
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -150,8 +150,6 @@ def create_app(
 def _add_generation(
     app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int, slots: RequestQueue
 ) -> None:
-    """Add the POST endpoints."""
-
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request body and call ``use`` with it, in a thread: large bodies take long."""
         content = await read_body(request, body_bytes)
@@ -169,7 +167,7 @@ def _add_generation(
             events = _events(runner, job, form, request.scope[LOG])
             # Errors before the first token still determine the response's status.
             await unless_gone(request.receive, events.__anext__())
-            return EventStream(events, form.media_type)
+            return EventStream(events, headers={"Cache-Control": "no-cache"}, media_type=form.media_type)
 
     add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
     add("/v1/completions", CompletionRequest, builder.completion)
@@ -241,7 +239,6 @@ _INSTEAD: Mapping[str, Sequence[str]] = {
 
 
 def _endpoints(app: FastAPI) -> list[str]:
-    """Methods and paths of the endpoints."""
     return [f"{min(route.methods or ())} {route.path_format}" for route in app.routes if isinstance(route, APIRoute)]
 
 
@@ -333,14 +330,9 @@ class EventStream(StreamingResponse):
     starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> None:
-        self._events = events
-        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
+    body_iterator: AsyncGenerator[bytes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_gone(receive, self.stream_response(send))
-        except (ClientDisconnect, OSError):
-            pass
-        finally:
-            await self._events.aclose()
+        async with aclosing(self.body_iterator):
+            with suppress(ClientDisconnect, OSError):
+                await unless_gone(receive, self.stream_response(send))

@@ -229,7 +229,6 @@ def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]
 
 
 def _values(schema: Any) -> Sequence[Any] | None:
-    """Values of ``const`` or ``enum``."""
     if not isinstance(schema, Mapping):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")

@@ -187,7 +187,6 @@ class ChatFormat(WireFormat):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def _read(self, index: int, piece: Piece) -> Delta:
-        """Parse a piece of a choice, or the whole."""
         if self._readers is None:
             return Delta(piece.text, reasoning=piece.reasoning)
         final = piece.finish_reason is not None

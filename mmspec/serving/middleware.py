@@ -187,7 +187,6 @@ class RequestQueue:
 
     @property
     def running(self) -> int:
-        """Number of running choices."""
         return len(self._choices)
 
     async def acquire(self, count: int) -> None:
@@ -212,7 +211,6 @@ class RequestQueue:
 
 
 def log_to_stderr(level: str) -> None:
-    """Send mmspec's log to standard error."""
     log, lines = logging.getLogger("mmspec"), logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(lines)

@@ -61,19 +61,15 @@ class Item(ChatMessage):
         *("async", "caller", "namespace", "parsed_arguments"),
     )
 
-    @model_validator(mode="before")
     @classmethod
-    def _as_message(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        item = dict(given)
+    def converted(cls, item: dict[str, Any]) -> dict[str, Any]:
         kind = item.pop("type", "message")
         if kind == "message":
-            return {**item, "content": _parts(item.get("content"))}
+            return super().converted({**item, "content": _parts(item.get("content"))})
         if kind == "function_call":
             name, arguments, call_id = (item.pop(field, None) for field in ("name", "arguments", "call_id"))
             call = {"id": call_id, "function": {"name": name, "arguments": arguments}}
-            return {**item, "role": "assistant", "tool_calls": [call]}
+            return {**item, "role": "assistant", "content": [], "tool_calls": [call]}
         if kind == "function_call_output":
             result = {"tool_call_id": item.pop("call_id", None), "content": _parts(item.pop("output", None))}
             return {**item, "role": "tool", **result}
@@ -84,7 +80,7 @@ class Item(ChatMessage):
             text = "".join(part["text"] for part in item.pop("content", None) or ())
         except (TypeError, LookupError):
             raise ValueError("the content of reasoning must be a list of parts with a text") from None
-        return {**item, "role": "assistant", "reasoning_content": text}
+        return {**item, "role": "assistant", "content": [], "reasoning_content": text}
 
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -118,10 +114,9 @@ class FunctionTool(Function, _FunctionType):  # the type is checked first
     """A function declaration; chat requests nest these fields under ``function``."""
 
 
-class _TextFormat(Fields):
-    ignored: ClassVar = JSONSchema.ignored
+class _TextFormat(JSONSchema):
     type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]
 
     @model_validator(mode="after")
     def _check(self) -> _TextFormat:
@@ -199,9 +194,7 @@ class ResponsesRequest(GenerationRequest):
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """Response fields that echo the request, with the defaults of ``sampling``: fields of ``SamplingParams``."""
-        form = {"type": "text"}
-        if self.text.format is not None:
-            form = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        form = self.text.format or _TextFormat(type="text", schema=None)
         given = self.model_dump(
             mode="json",
             include={
@@ -214,7 +207,7 @@ class ResponsesRequest(GenerationRequest):
             "top_p": sampling.get("top_p", LIBRARY["top_p"]),
             "truncation": "disabled",
         }
-        return given | values | {"text": {"format": form}}
+        return given | values | {"text": {"format": form.model_dump(by_alias=True, exclude_none=True)}}
 
 
 Event = dict[str, Any]

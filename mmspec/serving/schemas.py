@@ -60,6 +60,7 @@ class Fields(BaseModel):
     def _drop(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
+        given = cls.converted(dict(given))
         if info.context is not None:  # a set
             info.context.update(name for name in cls.ignored if given.get(name) is not None)
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -75,6 +76,11 @@ class Fields(BaseModel):
                 raise PydanticCustomError("unsupported", "{field}{reason}", {"field": name, "reason": about})
             left[name] = value
         return left
+
+    @classmethod
+    def converted(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Convert an object of another form, which may be modified and is not validated, to this form."""
+        return given
 
 
 class Variant(Fields):
@@ -149,7 +155,6 @@ class MediaPart(Variant):
 
     @property
     def source(self) -> str:
-        """URL of the file."""
         given: _URL = getattr(self, f"{self.kind}_url")
         return given.url
 
@@ -205,14 +210,10 @@ class ChatMessage(Fields):
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name of ``reasoning_content``
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_content(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("role") != "assistant":
-            return given
-        given = dict(given)
-        refusal = given.pop("refusal", None)
-        if given.get("content") is None:
+    def converted(cls, given: dict[str, Any]) -> dict[str, Any]:
+        refusal = given.pop("refusal", None) if given.get("role") == "assistant" else None
+        if given.get("role") == "assistant" and given.get("content") is None:
             given["content"] = [] if refusal is None else refusal
         return given
 
@@ -238,7 +239,6 @@ class ChatMessage(Fields):
 
     @property
     def reasoning_text(self) -> str | None:
-        """Reasoning of an assistant's message."""
         return self.reasoning_content or self.reasoning
 
     def extras(self) -> dict[str, Any]:
@@ -417,7 +417,6 @@ class GenerationRequest(_Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of generated tokens."""
         own: int | None = getattr(self, self.limit_name)
         return self.max_tokens if own is None else own
 
