@@ -17,6 +17,7 @@ from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
     MODEL_HELP,
+    ListenOptions,
     LoadOptions,
     Secret,
     adapt_of,
@@ -25,7 +26,6 @@ from mmspec.cli.options import (
     complete,
     derived,
     device_options,
-    listen_options,
     mmproj_option,
     steps_shown,
 )
@@ -53,7 +53,7 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 @mmproj_option
 @device_options
 @derived(LoadOptions, "generation_config")
-@listen_options(7860)
+@derived(ListenOptions, settings={"port": {"default": 7860}})
 @LOGIN.declared
 @click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")
 @API_KEY.declared

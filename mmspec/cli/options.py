@@ -404,17 +404,13 @@ LOADING = (
 GENERATING = (*SAMPLING, "num_draft_tokens")
 
 
-def listen_options(port: int) -> Decorator:
-    """``--host``, ``--port``, whose default is ``port``, and ``--no-auth``."""
-    return stack(
-        click.option(
-            "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all."
-        ),
-        click.option(
-            "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 selects a free port."
-        ),
-        click.option("--no-auth", is_flag=True, help="Allow a public address without a key or login."),
-    )
+@options
+class ListenOptions:
+    """Options of servers."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all.")
+    port: int = option(8000, "0 selects a free port.", ge=0, le=65535)
+    no_auth: bool = option(False, "Allow a public address without a key or login.")
 
 
 def steps_shown() -> AbstractContextManager[None]:

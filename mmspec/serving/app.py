@@ -183,19 +183,14 @@ def _add_generation(
         job, _ = await parsed(request, MessagesRequest, builder.chat)
         return {"input_tokens": await unless_gone(request.receive, runner.count(job))}
 
-    described = describe(app, builder, slots)
+    def add_reply(path: str, kind: type[F], reply: Callable[[F], dict[str, Any]]) -> None:
+        @app.post(path)
+        async def answer(request: Request) -> dict[str, Any]:
+            return await parsed(request, kind, reply)
 
-    @app.post("/api/show")
-    async def show(request: Request) -> dict[str, Any]:
-        return await parsed(request, ShowRequest, described)
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        return await parsed(request, TokenizeRequest, builder.tokens)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        return await parsed(request, DetokenizeRequest, builder.text)
+    add_reply("/api/show", ShowRequest, describe(app, builder, slots))
+    add_reply("/tokenize", TokenizeRequest, builder.tokens)
+    add_reply("/detokenize", DetokenizeRequest, builder.text)
 
 
 def _add_models(app: FastAPI, names: Sequence[str], check: Callable[[str], None], context_limit: int | None) -> None:

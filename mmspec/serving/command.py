@@ -14,6 +14,7 @@ from mmspec.cli.options import (
     API_KEY,
     JSON_OBJECT,
     LOADING,
+    ListenOptions,
     LoadOptions,
     adapt_of,
     adapt_options,
@@ -22,7 +23,6 @@ from mmspec.cli.options import (
     derived,
     device_map_option,
     drafters_option,
-    listen_options,
     mmproj_option,
     model_options,
     reasoning_options,
@@ -58,7 +58,7 @@ _log = logging.getLogger("mmspec.serve")
     metavar="JSON",
     help='vLLM\'s form of --drafter, such as {"method": "ngram", "num_speculative_tokens": 8}.',
 )
-@listen_options(8000)
+@derived(ListenOptions)
 @API_KEY.declared
 @click.option(
     "--allow-origin",
