@@ -430,19 +430,15 @@ class RequestRunner:
         arrived: float,
     ) -> None:
         prompt, number = divmod(index, job.n)
-        before = None
+        seconds, before = self.metrics.first_token, arrived
         try:
             if params.seed is not None and number:
                 params = replace(params, seed=(params.seed + number) % (1 << 64))
             stream = self.pipes[job.drafter].astream(job.prompts[prompt], **media, params=params, **job.keywords)
             async with aclosing(stream):
                 async for piece in stream:
-                    now = clock()
-                    if before is None:
-                        self.metrics.first_token.observe(now - arrived)
-                    else:
-                        self.metrics.next_tokens.observe(now - before)
-                    before = now
+                    seconds.observe((now := clock()) - before)
+                    seconds, before = self.metrics.next_tokens, now
                     if piece.stats is not None:
                         self.metrics.ended(piece.stats, str(piece.finish_reason), job.drafts)
                     pieces.put_nowait((index, piece))

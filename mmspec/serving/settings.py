@@ -103,12 +103,10 @@ def drafter_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
 
 def is_loopback(host: str) -> bool:
     """Whether a listening host is a loopback address; False for names, which may resolve to any address."""
-    if host == "localhost":
-        return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def host_names(host: str) -> set[str] | None:

@@ -193,14 +193,11 @@ class CallReader:
         return self._arguments.over
 
     def _in_tail(self, delta: Delta, final: bool) -> bool:
-        found = self._next.match(self._rest)
-        if found is not None:
-            self._step = self._in_head
-        elif (found := self._end.match(self._rest)) is not None:
-            self._step = self._in_text
-        if found is not None:
-            self._rest = self._rest[found.end() :]
-        return found is not None
+        for text, step in ((self._next, self._in_head), (self._end, self._in_text)):
+            if (found := text.match(self._rest)) is not None:
+                self._rest, self._step = self._rest[found.end() :], step
+                return True
+        return False
 
     def _say(self, delta: Delta, text: str) -> None:
         delta.content += text
