@@ -117,12 +117,8 @@ def install(extra: str) -> str:
 
 
 def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
-    """Error for a package that is not installed.
-
-    Args:
-        purpose: feature that needs the package.
-        extra: extra of mmspec that installs the package; by default from ``EXTRAS``.
-    """
+    """Error for a package that is not installed: ``purpose`` needs it, and ``extra``, by default as in ``EXTRAS``,
+    installs it."""
     extra = extra or next((name for name, modules in EXTRAS.items() if package in modules), None)
     command = install(extra) if extra else f"pip install {package}"
     return UserError(f"{purpose} needs the package {package}, which is not installed: run {command}")

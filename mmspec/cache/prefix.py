@@ -109,10 +109,8 @@ class _Header:
 class PrefixFiles:
     """Files of prefixes in a folder of at most ``limit`` bytes; the least recently used files are removed first.
 
-    Files of other models and damaged files are ignored, and removed like the others.
-
-    Raises:
-        UserError: the folder cannot be created.
+    Files of other models and damaged files are ignored, and removed like the others. Raises ``UserError``: the folder
+    cannot be created.
     """
 
     folder: Path

@@ -92,13 +92,8 @@ class Watched:
 
 
 class RequestLimit:
-    """Limits concurrent requests, and completes the responses of requests that the server cancels at shutdown.
-
-    Probes are not counted.
-
-    Args:
-        running: tasks of the running requests; modified.
-    """
+    """Limits concurrent requests, apart from probes, and completes the responses of requests that the server cancels at
+    shutdown. ``running``: their tasks, which it adds and removes."""
 
     def __init__(self, app: ASGIApp, running: set[asyncio.Task[Any]], most: int) -> None:
         self.app, self._running, self._most = app, running, most

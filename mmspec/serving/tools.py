@@ -320,14 +320,8 @@ def plan_tools(
     several: bool = True,
     schema: str | None = None,
 ) -> ToolPlan:
-    """Plan the tools of a request.
-
-    Args:
-        schema: the JSON schema of outputs without calls; None leaves them unconstrained.
-
-    Raises:
-        APIError: the choice does not match the tools, or the format does not support the schema.
-    """
+    """Plan the tools of a request; ``schema`` constrains outputs without calls. Raises ``APIError``: the choice does
+    not match the tools, or the format does not support the schema."""
     special, tokens = processor.special_token(form.marker) is not None, form.special(processor)
     generic, named = form is GENERIC, named_function(choice)
     names = [one["name"] for one in functions]
