@@ -193,14 +193,8 @@ class KVBuffers:
                 buffer[:, row, :, : len(slots)] = buffer[:, row, :, slots]
 
     def append(self, new: KVBuffers, chosen: Sequence[int], lengths: Sequence[int], slots: int, longest: int) -> None:
-        """Append rows of other buffers.
-
-        Args:
-            chosen: rows of ``new``.
-            lengths: lengths of the existing rows.
-            slots: maximum slots of the longest row.
-            longest: length of the longest new row.
-        """
+        """Append the ``chosen`` rows of other buffers, of at most ``longest`` tokens, to rows of these ``lengths``; the
+        longest row may need ``slots`` slots."""
         if not new.tensors:
             return
         first, rows = len(lengths), len(lengths) + len(chosen)
