@@ -162,14 +162,11 @@ def _remote(
 
 def _print_table(cases: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     out = Console(markup=False, highlight=False)
-    table = Table()
-    for heading in ("case", "outcome"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("tokens", "accepted", "seconds", "power"):
-        table.add_column(heading, justify="right")
+    numbers = [Column(heading, justify="right") for heading in ("tokens", "accepted", "seconds", "power")]
+    table = Table(*(Column(heading, no_wrap=True) for heading in ("case", "outcome")), *numbers)
     for case in cases:
         known = case["accepted"] is not None or case["rehearsed"]
         accepted = str((case["accepted"] or 0) + case["rehearsed"]) if known else "?"

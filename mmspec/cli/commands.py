@@ -52,10 +52,6 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "mmspec train recycle --model smollm2 --prompts data.jsonl --out run",
     ),
 }
-_TRAINING_EXAMPLES = (
-    "mmspec {name} --model smollm2 --text made/data.jsonl --out run --minutes 60",
-    "mmspec {name} --model smol-llava --data made/data.jsonl --out run --epochs 2",
-)
 
 
 class Command(click.Command):
@@ -121,7 +117,10 @@ class TrainingCommand(Command):
         "Trees": ("draft_vocabulary", "top_k", "depth", "total_tokens"),
         "Network and objective": (),
     }
-    examples = _TRAINING_EXAMPLES
+    examples = (
+        "mmspec {name} --model smollm2 --text made/data.jsonl --out run --minutes 60",
+        "mmspec {name} --model smol-llava --data made/data.jsonl --out run --epochs 2",
+    )
 
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
