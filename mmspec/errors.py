@@ -31,10 +31,7 @@ class LongPromptError(UserError):
 
 
 class SlowWarning(UserWarning):
-    """Decoding is much slower than it would be on another machine or with another drafter.
-
-    The command line prints it as ``note: ...``.
-    """
+    """Decoding is much slower than on another machine or with another drafter. Printed like ``CutWarning``."""
 
 
 class CutWarning(UserWarning):

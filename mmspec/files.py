@@ -318,11 +318,8 @@ def truncate_log(log: Path, step: int) -> None:
 
 
 def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that a run in ``folder`` is resumed with its original settings.
-
-    Settings missing from ``saved``, added by later versions, are not compared. Raises ``UserError``: a setting differs;
-    the message names the first.
-    """
+    """Check that a run in ``folder`` is resumed with its original settings, without those that are not ``saved``, of
+    later versions. Raises ``UserError``, which names the first setting that differs."""
     for name in saved:
         before, now = (json.dumps(values.get(name)) for values in (saved, settings))
         if before != now:

@@ -320,10 +320,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that closes its generator when the client disconnects.
-
-    starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
-    """
+    """A stream of events that closes its generator when the client disconnects; starlette leaves it open."""
 
     body_iterator: AsyncGenerator[bytes]
 
