@@ -13,10 +13,9 @@ imported before it is used. Groups:
   (see ``mmspec/sampling/processors.py``), or to None; the first form is used.
 - ``adapt``: functions from a drafter and its target to a ``Learner`` (see ``mmspec/adaptation/adaptation.py``), by
   the drafter's name.
-- ``prompts``: functions from a number to a list of that length of requests, for training without the user's data.
 - ``models``: ``EmbeddedModel`` and ``PackagedModel`` objects, or functions that return a model's folder.
-- ``towers``: ``PackagedTower`` objects, vision towers of models that are shipped without them; importing one
-  registers its classes with transformers.
+- ``sources``: classes that read GGUF files with vision towers; ``towers``: ``PackagedTower`` objects, vision towers of
+  models that are shipped without them; importing one registers its classes with transformers.
 - ``commands``, ``train``: click commands of ``mmspec`` and ``mmspec train``; a drafter's is a ``DrafterTraining``
   (see ``mmspec/training/tasks.py``).
 """

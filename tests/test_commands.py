@@ -94,7 +94,7 @@ NUMBERS = {
     "serve": """port=8000[0,65535] max_running=8[1,] max_waiting=32[0,] max_body=32[1,] max_characters=500000[1,]
         max_tokens=2048[1,] max_draft_tokens=64[0,512] max_model_len=0[0,] max_images=8[0,] max_videos=2[0,]
         max_pixels=16777216[1,] frames=8[1,512] max_video_seconds=300[1,] max_stored=256[0,] request_timeout=0[0,]
-         shutdown_timeout=3[0,] prefix_cache=512[0,] prefix_cache_size=8192[1,] replicas=1[1,] replica_gpus=1[1,]
+         shutdown_timeout=3[0,] prefix_cache=2048[0,] prefix_cache_size=8192[1,] replicas=1[1,] replica_gpus=1[1,]
          adapt_space=256[1,] threads=[1,]""",
     "demo": "port=7860[0,65535] adapt_space=256[1,] upload_space=2048[64,]",
 }

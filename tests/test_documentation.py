@@ -246,6 +246,7 @@ MADE = {"mmspec/drafters/bigram.py", "bigram"}  # by the reader of docs/add-a-dr
         "docs/kernels.md",
         "docs/recurrent-layers.md",
         "docs/add-a-drafter.md",
+        "docs/add-a-layer.md",
     ],
 )
 def test_names_in_backticks_exist(page: str) -> None:

@@ -121,7 +121,8 @@ def _escape_unencodable() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell (``>&-``)
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, null := open(os.devnull, "w"))  # noqa: SIM115
+            os.set_inheritable(null.fileno(), True)  # child processes use the closed descriptor, too
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 

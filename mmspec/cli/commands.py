@@ -247,4 +247,4 @@ def _summary(entry: EntryPoint) -> str:
     return f"From {entry.module}."
 
 
-train = Commands("train", name="train", help="Train an embedded model or a drafter from nothing.")
+train = Commands("train", name="train", help="Train a drafter, or generate its training data.")

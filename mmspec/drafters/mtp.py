@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -49,6 +49,13 @@ from mmspec.targets.checkpoints import from_pretrained
 from mmspec.targets.gguf_file import opened
 from mmspec.targets.gguf_models import read_config, read_mtp_weights
 from mmspec.targets.packing import drafter_kind, pack_drafter
+
+DRAFT_VOCABULARY = 32_768
+"""Tokens that eager drafts choose from: the first, which are the most frequent in the order of a tokenizer's merges. A
+level then reads a fraction of the output layer, often larger than the MTP layer (FR-Spec, arXiv 2502.14856)."""
+
+_MOST_OUTSIDE = 1 / 8  # share of recent tokens outside of these above which drafts choose from the whole vocabulary
+_RECENT = 64  # tokens
 
 _WITHOUT_CLASS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Model types whose MTP layer has full attention and no configuration in transformers."""
@@ -261,7 +268,10 @@ class MTP(TreeDrafter):
         if (width := self.network.config.hidden_size) != probe.shape[-1]:
             raise UserError(f"mtp must have the target's hidden size {probe.shape[-1]}: the layers have {width}")
         pack_drafter(self.network, probe, drafter_kind(target, probe))
-        self._scores = target.head
+        self._scores, self._outside = target.head, 0.0
+        self._frequent: Callable[[Tensor], Tensor] | None = None
+        if target.head(probe).shape[-1] >= 2 * DRAFT_VOCABULARY and not kernels.static_shapes(probe.device):
+            self._frequent = target.narrow_head(torch.arange(DRAFT_VOCABULARY))
 
     def reset(self, static_shapes: bool = False) -> None:
         super().reset(static_shapes)
@@ -329,6 +339,10 @@ class MTP(TreeDrafter):
     def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
         """Queue the accepted tokens and the target's hidden states at their parents."""
         self.queue((verdict.tokens, take(output.features["last"], verdict.path.clamp(min=0))), verdict)
+        if self._frequent is not None:
+            tokens = [token for _, row in verdict.host for token in row]
+            outside = sum(token >= DRAFT_VOCABULARY for token in tokens) / len(tokens)
+            self._outside += (outside - self._outside) * min(1.0, len(tokens) / _RECENT)
 
     def update(self, tokens: Tensor, states: Tensor, length: Tensor) -> None:  # type: ignore[override]
         """Append accepted tokens, (batch, width), with the target's states before them, (batch, width, hidden)."""
@@ -392,7 +406,8 @@ class MTP(TreeDrafter):
         return self.network(number, embeds, states, positions, self._of_layer(number, masks), cache, **options)
 
     def _children(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        return ops.top_log_probs(self._scores(states), self.top_k)
+        head = self._scores if self._frequent is None or self._outside > _MOST_OUTSIDE else self._frequent
+        return ops.top_log_probs(head(states), self.top_k)
 
 
 def _positions(output: TargetOutput, prompt: Prompt) -> tuple[Tensor, Tensor]:

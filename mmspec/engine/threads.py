@@ -65,6 +65,12 @@ class ThreadTrial:
         self._counts = most, most // 2
         self._seconds: dict[int, tuple[list[float], list[float]]] = {}  # of both numbers, by tokens of the step
         self.count, self.ended = most, _NUMBER in os.environ or most == 1
+        self._began = clock()
+
+    @property
+    def expired(self) -> bool:
+        """Whether half was chosen some time ago: the programs that kept the other processors busy may have ended."""
+        return self.ended and self.count < self._counts[0] and clock() - self._began >= _LAST
 
     def add(self, tokens: int, seconds: float) -> None:
         """Add a step with ``count`` threads over this number of tokens."""
@@ -108,6 +114,8 @@ class TorchThreads:
         """Called in a new thread before its first step."""
         if (most := torch.get_num_threads()) != self.most:
             self._reset(most)
+        elif self.trial.expired:
+            self.trial = ThreadTrial(most)
         self._delays, self._wall, self._delayed = _delays(), 0.0, 0.0
         self._apply(most)
         use_kernel_threads(self.trial.count)

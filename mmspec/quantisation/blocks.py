@@ -88,6 +88,15 @@ class BlockLinear(PackedLinear):
         self.__dict__.pop("_native", None)
         return self
 
+    def rows(self, index: Tensor | slice) -> Self:
+        """A layer with only these rows; whole blocks from the first on share memory."""
+        first, last, step = index.indices(self.out_features) if isinstance(index, slice) else (1, 0, 1)
+        if first or last % LANES or step != 1:
+            return super().rows(index)
+        part = self.empty(self.in_features, last, None if self.bias is None else self.bias[index])
+        part.takes, part._blocks = self.takes, self._blocks[: last // LANES]
+        return part
+
     def forward(self, x: Tensor) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return super().forward(x)

@@ -71,7 +71,7 @@ class ServeOptions:
     """Further options of ``mmspec serve``."""
 
     allow_urls: bool = option(False, "Download images and videos of requests from public addresses.")
-    prefix_cache: int = option(512, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
+    prefix_cache: int = option(2048, "Memory for the states of earlier prompts; 0 computes every prompt.", ge=0)
     prefix_cache_dir: Path | None = option(None, "Save these states in this folder, for later servers too.")
     prefix_cache_size: int = option(8192, "Limit on the size of --prefix-cache-dir.", ge=1)
     engine: Literal["local", "ray"] = option("local", "local: this process; ray: replicas on Ray Serve.")

@@ -78,6 +78,14 @@ def test_a_full_disk_is_no_internal_error():
     assert (done.returncode, done.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_an_answer_without_standard_error():
+    """The worker that renders the chat template inherits the closed stream."""
+    command = f"{sys.executable} -m mmspec generate Hi --model tiny-hybrid --max-new-tokens 3 2>&-"
+    done = subprocess.run(command, shell=True, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, bool(done.stdout.strip())) == (0, True)
+
+
 def test_a_text_is_continued_without_the_template(run, tmp_path):
     folder = str(save_text_model(tmp_path / "chat"))
     tokenizer = AutoTokenizer.from_pretrained(folder)

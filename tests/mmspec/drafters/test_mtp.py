@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 import mmspec
-from mmspec import SamplingParams, UserError, plugins
+from mmspec import SamplingParams, UserError, ops, plugins
 from mmspec.cli import main
+from mmspec.drafters import mtp as drafters_mtp
 from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
 from tests import mtp
@@ -100,6 +101,26 @@ def test_a_layer_that_predicts_the_target_is_accepted(tmp_path):
         loaded(folder, "qwen3_5_text"), drafter="mtp", return_dict_in_generate=True, **inputs, **options
     )
     assert all(stats.mean_acceptance_length == 7 for stats in out.stats)  # six levels and the bonus token
+
+
+def test_drafts_choose_from_the_frequent_tokens_unless_the_last_ones_are_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(drafters_mtp, "DRAFT_VOCABULARY", 24)
+    monkeypatch.setattr(drafters_mtp, "_RECENT", 1)
+    model, sizes, steps = shared_model("qwen3_5_text"), [], []
+    _, drafter, _ = native(tmp_path, "qwen3_5_text")
+    best, observe = ops.top_log_probs, MTP.observe
+
+    def watched(self, tree, verdict, output):
+        steps.append([token for _, row in verdict.host for token in row])
+        observe(self, tree, verdict, output)
+
+    monkeypatch.setattr(ops, "top_log_probs", lambda x, k: (sizes.append(x.shape[-1]), best(x, k))[1])
+    monkeypatch.setattr(MTP, "observe", watched)
+    assert_equal(model, drafter, text_inputs(2), num_draft_tokens=1)
+    others = [sum(token >= 24 for token in step) / len(step) for step in steps]
+    expected = [24] + [24 if share <= 1 / 8 else model.config.vocab_size for share in others]
+    assert sizes == expected[: len(sizes)]
+    assert len(set(sizes)) == 2
 
 
 def test_a_folder_without_the_layer_is_one_line(tmp_path, capfd):

@@ -183,6 +183,19 @@ def test_an_engine_tries_numbers_of_kernel_threads_without_changing_tokens(monke
     assert seen[-1] == again == seen[12]
 
 
+@pytest.mark.parametrize("half", [0.5, 2.0])
+def test_half_of_the_threads_is_compared_again_after_a_minute(half, monkeypatch):
+    now = [100.0]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "clock", lambda: now[0])
+    chosen = TorchThreads()
+    for _ in range(10):
+        chosen.trial.add(1, half if chosen.trial.count < chosen.most else 1.0)
+    for now[0], again in ((159.0, False), (160.0, half < 1), (161.0, half < 1)):
+        chosen.begin()
+        assert chosen.trial.ended is not again
+
+
 def test_the_user_s_later_number_holds():
     chosen = TorchThreads()
     chosen.begin()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mmspec
 from mmspec.ops import cpu_library
+from mmspec.quantisation.blocks import BlockLinear
 from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
 from mmspec.targets import packing
 from mmspec.targets.packing import KINDS, drafter_kind, pack_drafter, packed
@@ -69,8 +70,11 @@ def test_copies_rows_and_state_are_those_of_the_layer(kind):
     x = torch.randn(5, 64)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
-    index = torch.arange(0, 96, 3)[:16]
-    torch.testing.assert_close(layer.rows(index)(x), layer(x)[:, index])
+    for index in (torch.arange(0, 96, 3)[:16], slice(64), slice(16, 64), slice(200)):
+        torch.testing.assert_close(layer.rows(index)(x), layer(x)[:, index])
+    if isinstance(layer, BlockLinear):
+        torch.testing.assert_close(layer.rows(slice(40))(x), layer(x)[:, :40])
+        assert layer.rows(slice(64))._blocks.data_ptr() == layer._blocks.data_ptr()
     torch.testing.assert_close(layer.state_dict()["weight"], layer.weight)
     with pytest.raises(mmspec.UserError, match="stay on the CPU"):
         layer.to(torch.float32)
