@@ -515,7 +515,7 @@ class TreeCache(Cache):
         self._changed([tokens] * batch if kept is None else [len(slots) for slots in kept])
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
-        """Append all rows of another cache, e.g. after a prefill, or the ``chosen`` ones. The longest of them may need
+        """Append all rows of another cache, e.g. after a prefill, or its ``chosen`` rows. The longest row may need
         ``reserve`` slots in total."""
         rows = range(prompt.rows) if chosen is None else chosen
         lengths = [prompt.lengths[row] for row in rows]
