@@ -17,14 +17,15 @@ from mmspec.cli.commands import Command
 from mmspec.cli.options import (
     API_KEY,
     MODEL_HELP,
+    ListenOptions,
+    LoadOptions,
     Secret,
     adapt_of,
     adapt_options,
     check_api_key,
     complete,
+    derived,
     device_options,
-    generation_config_option,
-    listen_options,
     mmproj_option,
     steps_shown,
 )
@@ -51,8 +52,8 @@ LOGIN = Secret("a login", "--auth", "USER:PASSWORD", "MMSPEC_DEMO_AUTH", "Login 
 )
 @mmproj_option
 @device_options
-@generation_config_option
-@listen_options(7860)
+@derived(LoadOptions, "generation_config")
+@derived(ListenOptions, settings={"port": {"default": 7860}})
 @LOGIN.declared
 @click.option("--api", is_flag=True, help="Also answer OpenAI's API under /v1, with the first model and drafter.")
 @API_KEY.declared

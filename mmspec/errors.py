@@ -31,10 +31,7 @@ class LongPromptError(UserError):
 
 
 class SlowWarning(UserWarning):
-    """Decoding is much slower than it would be on another machine or with another drafter.
-
-    The command line prints it as ``note: ...``.
-    """
+    """Decoding is much slower than on another machine or with another drafter. Printed like ``CutWarning``."""
 
 
 class CutWarning(UserWarning):
@@ -82,7 +79,6 @@ def explained(message: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def raising(function: Callable[[], Any]) -> Any:
-    """Return the function's result and raise its errors."""
     return function()
 
 
@@ -118,12 +114,8 @@ def install(extra: str) -> str:
 
 
 def missing(purpose: str, package: str, extra: str | None = None) -> UserError:
-    """Error for a package that is not installed.
-
-    Args:
-        purpose: feature that needs the package.
-        extra: extra of mmspec that installs the package; by default from ``EXTRAS``.
-    """
+    """Error for a package that is not installed: ``purpose`` needs it, and ``extra``, by default as in ``EXTRAS``,
+    installs it."""
     extra = extra or next((name for name, modules in EXTRAS.items() if package in modules), None)
     command = install(extra) if extra else f"pip install {package}"
     return UserError(f"{purpose} needs the package {package}, which is not installed: run {command}")

@@ -132,14 +132,8 @@ def _not_new(folder: Path) -> UserError:
 
 @contextmanager
 def temporary(path: Path, hint: str = "") -> Iterator[Path]:
-    """Yield a path of the same name in a temporary folder next to ``path``. Creates parent folders.
-
-    Args:
-        hint: end of the message if the folder cannot be written.
-
-    Raises:
-        UserError: the folder cannot be created, or the disk is full (replaces the error of the block).
-    """
+    """Yield a path of the same name in a temporary folder next to ``path``. Creates parent folders. Raises
+    ``UserError``, whose message ends with ``hint``: the folder cannot be created, or the disk was full in the block."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.absolute().parent)
@@ -229,15 +223,8 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def alone(file: Path, what: Path) -> Iterator[None]:
-    """Lock a run's output, which the run continues or replaces, against other processes.
-
-    Args:
-        file: lock file; removed at the end.
-        what: the output, for the message.
-
-    Raises:
-        UserError: another process has the lock, or the file cannot be written.
-    """
+    """Lock the output ``what`` of a run, which continues or replaces it, against other processes; the lock ``file`` is
+    removed at the end. Raises ``UserError``: another process has the lock, or the file cannot be written."""
     lock = FileLock(file, timeout=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -289,14 +276,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, str]]:
 
 
 def read_rows(file: Path, cut: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield number and object of each non-blank line of a JSON Lines file.
-
-    Args:
-        cut: the file is a log that may be missing; an incomplete last line from a killed process is ignored.
-
-    Raises:
-        UserError: see ``read_lines``; or a line (named in the message) is not a JSON object.
-    """
+    """Yield number and object of each non-blank line of a JSON Lines file. With ``cut``, the file is a log that may be
+    missing, or may have an incomplete last line from a killed process, which is ignored. Raises ``UserError``: see
+    ``read_lines``; or a line (named in the message) is not a JSON object."""
     if cut and not file.exists():
         return
     for number, line in read_lines(file):
@@ -336,11 +318,8 @@ def truncate_log(log: Path, step: int) -> None:
 
 
 def check_settings(folder: Path, saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that a run in ``folder`` is resumed with its original settings.
-
-    Settings missing from ``saved``, added by later versions, are not compared. Raises ``UserError``: a setting differs;
-    the message names the first.
-    """
+    """Check that a run in ``folder`` is resumed with its original settings, without those that are not ``saved``, of
+    later versions. Raises ``UserError``, which names the first setting that differs."""
     for name in saved:
         before, now = (json.dumps(values.get(name)) for values in (saved, settings))
         if before != now:

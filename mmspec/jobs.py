@@ -34,17 +34,12 @@ def ranks() -> int:
 def run_jobs(
     jobs: Sequence[Any], factory: Factory, settings: dict[str, Any], engine: str = "local", workers: int = 1
 ) -> Iterator[tuple[Any, Any]]:
-    """Run all jobs.
+    """Run all jobs; yields each job with its result, exactly once, on Ray in any order.
 
     Args:
-        jobs: JSON values.
-        factory: creates a worker; for Ray it must be importable by name.
-        settings: argument of the factory.
+        factory: creates a worker from ``settings``; for Ray it must be importable by name.
         engine: ``"local"`` or ``"ray"``: the cluster of ``RAY_ADDRESS`` or ``ray.init``, by default this machine.
         workers: number of Ray actors.
-
-    Yields:
-        Each job with its result, exactly once; on Ray in any order.
 
     Raises:
         UserError: Ray is not installed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import abc
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Set
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -207,7 +207,6 @@ class Pipeline:
         return f"Pipeline({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     def _connect(self, drafter: Drafter | None, policy: DraftPolicy | None) -> None:
-        """Create engine, speculation and defaults for this target."""
         has_defaults = self.generation_config == MODELS and isinstance(self.target, HasDefaults)
         self.defaults: Defaults = self.target.defaults() if has_defaults else Defaults(self.target.eos_token_ids)
         self._speculation = Speculation(self.target, drafter, policy)
@@ -506,13 +505,11 @@ class Pipeline:
         return self.submit(decode, sink), _PieceReader(reader)
 
     @shows_keywords
-    def astream(
+    async def astream(
         self, prompt: PromptInput, images: Any = None, videos: Any = None, **keywords: Unpack[GenerateKeywords]
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncGenerator[Piece]:
         """``stream`` for asyncio. Cancelling the task or leaving the iteration cancels the request."""
-        return self._astream({"prompt": prompt, "images": images, "videos": videos}, keywords)
-
-    async def _astream(self, content: Mapping[str, Any], keywords: Mapping[str, Any]) -> AsyncIterator[Piece]:
+        content = {"prompt": prompt, "images": images, "videos": videos}
         new, loop = asyncio.Queue[Delta](), asyncio.get_running_loop()
 
         def sink(delta: Delta) -> None:

@@ -44,9 +44,7 @@ BUILTIN = {
         "text": "mmspec.targets.transformers_target:TransformersTarget",
         "vision": "mmspec.vision.processor:VisionTarget",
     },
-    "layers": {
-        "recurrent": "mmspec.ssm.layers:RecurrentLayers",
-    },
+    "layers": {"recurrent": "mmspec.ssm.layers:RecurrentLayers"},
     "drafters": {
         "ngram": "mmspec.drafters.ngram:SPEC",
         "suffix": "mmspec.drafters.ngram:SUFFIX",
@@ -80,12 +78,8 @@ BUILTIN = {
         "smollm2": "mmspec.plugins:smollm2",
         "gemma3-270m": "mmspec.plugins:gemma3_270m",
     },
-    "sources": {
-        "mmproj": "mmspec.vision.gguf:VisionSource",
-    },
-    "towers": {
-        "efficientnet-lite0": "mmspec.vision.efficientnet:lite0",
-    },
+    "sources": {"mmproj": "mmspec.vision.gguf:VisionSource"},
+    "towers": {"efficientnet-lite0": "mmspec.vision.efficientnet:lite0"},
     "commands": {
         "generate": "mmspec.cli.generate:generate",
         "chat": "mmspec.cli.generate:chat",
@@ -288,7 +282,6 @@ def registered(group: str) -> tuple[EntryPoint, ...]:
 
 
 def names(group: str) -> list[str]:
-    """Names of a group's plug-ins, sorted."""
     return [entry.name for entry in registered(group)]
 
 

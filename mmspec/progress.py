@@ -88,7 +88,6 @@ class Steps(logging.Handler):
             self._waiting.start()
 
     def end(self) -> None:
-        """End the current step."""
         if self._status is not None:
             self._status.stop()
         if self._waiting is not None:

@@ -112,12 +112,8 @@ def option(default: Any, text: str = "", *, default_text: str = "", names: tuple
 
 
 def inherited(kind: Any, name: str, text: str = "", *, default: Any = MISSING, **changes: Any) -> Any:
-    """A copy of another class's field, except for the given settings.
-
-    Args:
-        default: None is shown in help as the other class's default.
-        text, changes: as for ``option``.
-    """
+    """A copy of another class's field, except for the given settings, see ``option``; the default None is shown in help
+    as the other class's default."""
     known = kind.__pydantic_fields__[name]
     usual, settings = known.get_default(call_default_factory=True), {**(known.json_schema_extra or {}), **changes}
     if default is None and usual not in (None, PydanticUndefined, []):
@@ -161,16 +157,8 @@ def part(given: Any, names: Collection[str]) -> dict[str, Any]:
 
 
 def check(name: str, kind: Any, value: Any, tags: Collection[str] = (), strict: bool = True) -> Any:
-    """Validate a value, and return it as a value of the type.
-
-    Args:
-        kind: type, possibly ``Annotated`` with limits.
-        tags: as for ``explain``.
-        strict: whether mappings and sequences must be dicts and lists.
-
-    Raises:
-        UserError: the value is not valid.
-    """
+    """Validate a value, and return it as a value of the type; ``tags`` as for ``explain``. Unless ``strict``, any
+    mapping is a dict and any sequence a list. Raises ``UserError``: the value is not valid."""
     try:
         return _adapter(kind).validate_python(_plain(value), strict=strict)
     except ValidationError as error:

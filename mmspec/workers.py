@@ -115,17 +115,9 @@ class Workers:
         read: Callable[[dict[str, Any], Read], T],
         stop: Cancellation | None = None,
     ) -> T:
-        """Handle a request in a worker.
-
-        Args:
-            request: JSON.
-            seconds: wall-clock limit. Not enforced on Windows.
-            read: converts the reply, and the bytes that follow it, to the result.
-
-        Raises:
-            UserError: raised by the handler.
-            WorkerError: the worker failed, exceeded a limit or was stopped.
-        """
+        """Handle a request, JSON, in a worker within a wall-clock limit, which is not enforced on Windows. ``read``
+        converts the reply, and the bytes that follow it, to the result. Raises the handler's ``UserError``, or
+        ``WorkerError``: the worker failed, exceeded a limit or was stopped."""
         stop = stop or Cancellation()
         header = {"request": request, "size": len(body), "seconds": seconds}
         with self._slots:
@@ -234,14 +226,10 @@ def _stop_all(workers: set[_Worker]) -> None:
 
 
 def serve(module: str, memory: int) -> None:
-    """Handle requests in a worker process until standard input is closed.
+    """Handle requests in a worker process by a module's ``handle``, until standard input is closed.
 
     Requests arrive there: a JSON line, then ``size`` bytes. Replies go to standard output: a JSON line, then the bytes
-    that the handler returned.
-
-    Args:
-        module: module whose function ``handle`` is the handler.
-        memory: limit on allocated data (RLIMIT_DATA), in bytes.
+    that the handler returned. ``memory`` is the limit on allocated data (RLIMIT_DATA), in bytes.
     """
     handle: Handler = import_module(module).handle
     _set_limits(memory)

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mmspec.cli.commands import Command
-from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, derived, json_option, model_options, trust_option
+from mmspec.cli.options import FILE, FOLDER, OUT_FOLDER, LoadOptions, derived, json_option, model_options
 from mmspec.errors import UserError
 from mmspec.eval.suite import MEASURED, SIZES, SuiteSettings, peer_option
 from mmspec.files import alone
@@ -92,7 +92,7 @@ def evaluate(
 @click.option("--sizes", type=SIZES, default="2,4,8", show_default=True, help="Draft tokens per step, or adaptive.")
 @derived(SamplingParams, "max_new_tokens", default=128)
 @derived(SamplingParams, "temperature", default=0.0)
-@trust_option
+@derived(LoadOptions, "trust_remote_code")
 @json_option
 def tune(
     argument: str | None,

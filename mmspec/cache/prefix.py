@@ -109,10 +109,8 @@ class _Header:
 class PrefixFiles:
     """Files of prefixes in a folder of at most ``limit`` bytes; the least recently used files are removed first.
 
-    Files of other models and damaged files are ignored, and removed like the others.
-
-    Raises:
-        UserError: the folder cannot be created.
+    Files of other models and damaged files are ignored, and removed like the others. Raises ``UserError``: the folder
+    cannot be created.
     """
 
     folder: Path
@@ -127,8 +125,12 @@ class PrefixFiles:
 
     def find(self, tokens: Sequence[int], key: Hashable, reads: Sequence[Feature]) -> tuple[list[str], int] | None:
         """Files with the most tokens that a prompt can reuse, and the number of these tokens."""
-        following, parent, start = self._following(), _root(key, reads), 0
-        chain: list[str] = []
+        following, chain = defaultdict[str, list[str]](list), list[str]()
+        names = os.listdir(self.folder) if self.folder.is_dir() else ()
+        for match in filter(None, map(_NAME.fullmatch, names)):
+            following[match[1]].append(match[0])
+        self._headers = {name: self._headers[name] for name in self._headers.keys() & set(names)}
+        parent, start = _root(key, reads), 0
         found, most = None, 0
         while True:
             whole, rest = None, tokens[start : start + BLOCK]
@@ -177,15 +179,6 @@ class PrefixFiles:
                 yield
             parent = _own(name)
         self._use(chain)
-
-    def _following(self) -> defaultdict[str, list[str]]:
-        """Names of files by the first hash in them."""
-        following = defaultdict(list)
-        names = os.listdir(self.folder) if self.folder.is_dir() else ()
-        for match in filter(None, map(_NAME.fullmatch, names)):
-            following[match[1]].append(match[0])
-        self._headers = {name: self._headers[name] for name in self._headers.keys() & set(names)}
-        return following
 
     def _header(self, name: str) -> _Header | None:
         if name not in self._headers:
@@ -254,7 +247,6 @@ def _save(prefix: Prefix, part: slice, stops: Mapping[int, Stop], path: Path) ->
 def _joined(
     files: Sequence[dict[str, Tensor]], headers: Sequence[Any], length: int, key: Hashable, target: Any
 ) -> Prefix:
-    """A prefix from the contents of its files."""
     device, last = target.device, headers[-1]
 
     def joined(name: str, axis: int = -2) -> Tensor:

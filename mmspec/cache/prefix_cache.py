@@ -76,7 +76,6 @@ class PrefixCache:
 
     @property
     def pending(self) -> bool:
-        """Whether a prefix is not in files."""
         return self._writing is not None or bool(self._unsaved)
 
     def turn(self) -> None:
@@ -275,7 +274,6 @@ def continued(positions: Tensor | None, common: int, length: int) -> Tensor | No
 
 
 def _replaces(new: Prefix, old: Prefix) -> bool:
-    """Whether a new prefix makes an old prefix redundant."""
     extends = new.key == old.key and new.tokens[: len(old.tokens)] == old.tokens
     return (
         extends

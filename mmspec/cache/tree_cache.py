@@ -193,14 +193,8 @@ class KVBuffers:
                 buffer[:, row, :, : len(slots)] = buffer[:, row, :, slots]
 
     def append(self, new: KVBuffers, chosen: Sequence[int], lengths: Sequence[int], slots: int, longest: int) -> None:
-        """Append rows of other buffers.
-
-        Args:
-            chosen: rows of ``new``.
-            lengths: lengths of the existing rows.
-            slots: maximum slots of the longest row.
-            longest: length of the longest new row.
-        """
+        """Append the ``chosen`` rows of other buffers, of at most ``longest`` tokens, to rows of these ``lengths``; the
+        longest row may need ``slots`` slots."""
         if not new.tensors:
             return
         first, rows = len(lengths), len(lengths) + len(chosen)
@@ -237,7 +231,6 @@ class KVBuffers:
                     buffer[:, new, :, : lengths[old]] = buffer[:, old, :, : lengths[old]]
 
     def _drop(self) -> None:
-        """Free the buffers."""
         self.tensors, self._used, self._places = [], [], {}
 
     @property
@@ -522,12 +515,8 @@ class TreeCache(Cache):
         self._changed([tokens] * batch if kept is None else [len(slots) for slots in kept])
 
     def append(self, prompt: TreeCache, reserve: int = 0, chosen: Sequence[int] | None = None) -> None:
-        """Append rows of another cache, e.g. after a prefill.
-
-        Args:
-            reserve: total slots that the longest of these rows may need.
-            chosen: indices of the rows; None appends all.
-        """
+        """Append all rows of another cache, e.g. after a prefill, or its ``chosen`` rows. The longest row may need
+        ``reserve`` slots in total."""
         rows = range(prompt.rows) if chosen is None else chosen
         lengths = [prompt.lengths[row] for row in rows]
         longest = max(lengths, default=0)

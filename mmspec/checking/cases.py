@@ -71,6 +71,7 @@ _LONGEST_CONTEXT = 4096  # maximum context length in tokens that a prompt is gen
 _SAMPLED, _TOP_K = 4, 3  # tokens per answer and candidates per token, for enumeration of all sequences
 _DRAWS, _FEWEST_DRAWS, _AT_ONCE, _DRAW_SECONDS = 2048, 256, 32, 40.0
 _SERVER_DRAWS, _SERVER_AT_ONCE = 320, 8
+_NEUTRAL: dict[str, Any] = {"top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}  # not a model's, as in GGUF files
 _CANDIDATES, _LONGEST_DRAW = 20, 300.0  # candidates per token of longer answers; maximum seconds of sampling
 
 
@@ -336,7 +337,7 @@ def _adapters(trial: Trial) -> None:
 @case("temperature", "Tokens are sampled at the requested temperature, according to their log probabilities.")
 def _temperature(trial: Trial) -> None:
     side = trial.variant(source=LIBRARYS) if trial.is_local else trial.tested
-    fields: dict[str, Any] = {"temperature": 1.0, "top_k": _CANDIDATES, "top_p": 1.0, "top_logprobs": _CANDIDATES}
+    fields = {"temperature": 1.0, "top_k": _CANDIDATES, "top_logprobs": _CANDIDATES, **_NEUTRAL}
     questions = [Question.user(text, **fields) for text in (_TOSSES, *_EIGHT)] * (4 if trial.is_local else 1)
 
     def sample(ask: Callable[..., list[list[Answer]]]) -> tuple[float, float, list[tuple[float, list[float]]]]:
@@ -368,9 +369,12 @@ def _temperature(trial: Trial) -> None:
 def _sampling(trial: Trial) -> None:
     question = Question.user(_TOSSES, max_tokens=_SAMPLED, temperature=1.0, top_k=_TOP_K, top_p=1.0)
     if trial.is_local:
-        _enumerate(trial, question)
-    else:
-        _compare_samples(trial, question)
+        return _enumerate(trial, question)
+    asked, rounds = [replace(question, **_NEUTRAL)] * _SERVER_AT_ONCE, range(_SERVER_DRAWS // _SERVER_AT_ONCE)
+    asks: tuple[Callable[..., list[list[Answer]]], ...] = (trial.ask, trial.references[0].ask)
+    samples = [[choices[0].text for _ in rounds for choices in ask(*asked)] for ask in asks]
+    p, distance = two_samples(samples[0], samples[1])
+    _report(trial, question, p, {f"total variation {distance:.2f}": POWER}, len(samples[0]) * _SAMPLED)
 
 
 def _enumerate(trial: Trial, question: Question) -> None:
@@ -430,14 +434,6 @@ class Outcomes:
             if token not in found:
                 return (*answer[:place], OTHER) if OTHER in found else answer
         return answer
-
-
-def _compare_samples(trial: Trial, question: Question) -> None:
-    asked, rounds = [question] * _SERVER_AT_ONCE, range(_SERVER_DRAWS // _SERVER_AT_ONCE)
-    asks: tuple[Callable[..., list[list[Answer]]], ...] = (trial.ask, trial.references[0].ask)
-    samples = [[choices[0].text for _ in rounds for choices in ask(*asked)] for ask in asks]
-    p, distance = two_samples(samples[0], samples[1])
-    _report(trial, question, p, {f"total variation {distance:.2f}": POWER}, len(samples[0]) * _SAMPLED)
 
 
 def _report(trial: Trial, question: Question, p: float, power: dict[str, float], tokens: int) -> None:

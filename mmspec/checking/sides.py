@@ -49,6 +49,8 @@ class Question:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: str | None = None
     n: int = 1
@@ -77,7 +79,8 @@ class Question:
 
     def params(self, choice: int = 0) -> SamplingParams:
         seed = None if self.seed is None else self.seed + choice
-        given = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "stop")}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "stop")
+        given = {name: getattr(self, name) for name in names}
         return SamplingParams(**given, seed=seed, max_new_tokens=self.max_tokens, min_new_tokens=self.min_tokens)
 
 
@@ -181,8 +184,6 @@ class LocalSide:
 
     def limited(self, limit: int | None) -> Self:
         """A copy of this side with at most this context limit."""
-        if limit is None:
-            return self
         other = copy(self)
         other.limit = limit
         return other
@@ -283,11 +284,10 @@ class ServerSide:
         if fields["top_logprobs"] is not None:
             fields["logprobs"] = True
         fields["model"] = question.adapter or self.model
+        fields["repeat_penalty"] = question.repetition_penalty  # llama.cpp's name
         return {name: value for name, value in fields.items() if value is not None}
 
     def ask(self, *questions: Question) -> list[list[Answer]]:
-        if len(questions) == 1:
-            return [self._answers(questions[0])]
         with ThreadPoolExecutor(len(questions)) as pool:
             return list(pool.map(self._answers, questions))
 

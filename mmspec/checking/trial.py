@@ -122,7 +122,6 @@ class Trial:
         return other
 
     def ask(self, *questions: Question, side: Side | None = None) -> list[list[Answer]]:
-        """The tested side's choices for questions sent concurrently."""
         side = side or self.tested
         found = side.ask(*questions)
         known = isinstance(side, LocalSide) and isinstance(side.pipe.drafter, Oracle)
@@ -170,7 +169,6 @@ class Trial:
         return found
 
     def compare(self, question: Question, found: Sequence[Answer]) -> None:
-        """Compare the choices of a question with all references' choices."""
         for reference in self.references:
             try:
                 expected = self.expect(question, reference)

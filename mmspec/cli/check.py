@@ -16,14 +16,15 @@ from mmspec.cli.options import (
     API_KEY,
     FILE,
     OUT_FILE,
+    LoadOptions,
     adapter_option,
     data_uri,
+    derived,
     device_map_option,
     drafter_option,
     json_option,
     mmproj_option,
     model_options,
-    trust_option,
 )
 from mmspec.errors import UserError
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 @model_options
 @mmproj_option
 @device_map_option
-@trust_option
+@derived(LoadOptions, "trust_remote_code")
 @drafter_option
 @adapter_option
 @click.option("--url", metavar="URL", help="Check this speculating server with OpenAI's API instead of MODEL.")
@@ -161,14 +162,11 @@ def _remote(
 
 def _print_table(cases: Sequence[dict[str, Any]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     out = Console(markup=False, highlight=False)
-    table = Table()
-    for heading in ("case", "outcome"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("tokens", "accepted", "seconds", "power"):
-        table.add_column(heading, justify="right")
+    numbers = [Column(heading, justify="right") for heading in ("tokens", "accepted", "seconds", "power")]
+    table = Table(*(Column(heading, no_wrap=True) for heading in ("case", "outcome")), *numbers)
     for case in cases:
         known = case["accepted"] is not None or case["rehearsed"]
         accepted = str((case["accepted"] or 0) + case["rehearsed"]) if known else "?"

@@ -52,10 +52,6 @@ EXAMPLES: Mapping[str, tuple[str, str]] = {
         "mmspec train recycle --model smollm2 --prompts data.jsonl --out run",
     ),
 }
-_TRAINING_EXAMPLES = (
-    "mmspec {name} --model smollm2 --text made/data.jsonl --out run --minutes 60",
-    "mmspec {name} --model smol-llava --data made/data.jsonl --out run --epochs 2",
-)
 
 
 class Command(click.Command):
@@ -121,7 +117,10 @@ class TrainingCommand(Command):
         "Trees": ("draft_vocabulary", "top_k", "depth", "total_tokens"),
         "Network and objective": (),
     }
-    examples = _TRAINING_EXAMPLES
+    examples = (
+        "mmspec {name} --model smollm2 --text made/data.jsonl --out run --minutes 60",
+        "mmspec {name} --model smol-llava --data made/data.jsonl --out run --epochs 2",
+    )
 
 
 # Help lines are duplicated here: reading them from the commands would import torch, which takes seconds.
@@ -202,7 +201,9 @@ class Commands(click.Group):
         entries = {entry.name: entry for entry in plugins.registered(self.plugin_group)}
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (*_SECTIONS, _DRAFTERS, _OTHERS)}
         for name in self.list_commands(ctx):
-            rows[_section(name)].append((name, _HELP.get(name) or _summary(entries[name])))
+            section = next((title for title, section in _SECTIONS.items() if name in section), None)
+            section = section or (_DRAFTERS if name in plugins.names("drafters") else _OTHERS)
+            rows[section].append((name, _HELP.get(name) or _summary(entries[name])))
         for title, listed in rows.items():
             if listed:
                 with formatter.section(title):
@@ -235,11 +236,6 @@ class ModuleCommand(click.Command):
 def _help_if_alone(ctx: click.Context) -> None:
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
-
-
-def _section(name: str) -> str:
-    found = next((title for title, section in _SECTIONS.items() if name in section), None)
-    return found or (_DRAFTERS if name in plugins.names("drafters") else _OTHERS)
 
 
 def _summary(entry: EntryPoint) -> str:

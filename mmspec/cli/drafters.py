@@ -99,14 +99,13 @@ def _texts(file: Path, processor: Any, vocab_size: int) -> Iterator[Sequence[int
             )
             yield list(chain.from_iterable(ids))
         return
-    lines, size = [], 0
+    text = ""
     for _, line in read_lines(file):
-        lines.append(line)
-        size += len(line)
-        if size >= _CHARACTERS:
-            yield processor.text_ids("".join(lines), add_special_tokens=False)
-            lines, size = [], 0
-    yield processor.text_ids("".join(lines), add_special_tokens=False)
+        text += line
+        if len(text) >= _CHARACTERS:
+            yield processor.text_ids(text, add_special_tokens=False)
+            text = ""
+    yield processor.text_ids(text, add_special_tokens=False)
 
 
 @click.command(cls=Command)

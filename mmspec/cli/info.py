@@ -203,7 +203,6 @@ def _description(path: Path) -> dict[str, Any]:
 
 
 def _generation_config(folder: Path) -> dict[str, Any]:
-    """Sampling defaults from a model's ``generation_config.json``."""
     from transformers import GenerationConfig
 
     if not (folder / "generation_config.json").is_file():

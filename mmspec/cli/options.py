@@ -27,14 +27,15 @@ from mmspec.adaptation import AdaptOptions
 from mmspec.errors import UserError, explained, shown
 from mmspec.sampling.params import SamplingParams
 from mmspec.sampling.reasoning import AUTO, FORMATS, NAMES
+from mmspec.validation import option, options
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def stack(*options: Decorator) -> Decorator:
+def stack(*decorators: Decorator) -> Decorator:
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(options):
-            function = option(function)
+        for one in reversed(decorators):
+            function = one(function)
         return function
 
     return decorate
@@ -97,8 +98,6 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
 class Finite(click.FloatRange):
-    """A finite number in a range."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
         return number if isfinite(number) else self.fail(f"{value} is not a finite number.", param, ctx)
@@ -229,18 +228,39 @@ def _usable_device(_: click.Context, __: click.Parameter, given: str) -> str:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print exactly one JSON object instead.")
 
-device_options = stack(
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda:1, ...", callback=_usable_device),
-    click.option(
-        "--dtype",
-        type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
-        default="auto",
-        show_default=True,
-        help="auto, on a CPU: a GGUF file's own precision, float32 for other small models; else the checkpoint's. "
-        "int8 and int4 quantise the weights.",
-    ),
-)
 
+@options
+class LoadOptions:
+    """Options of how a model is loaded and decodes, see ``mmspec.load``."""
+
+    device: str = option("auto", "auto, cpu, cuda:1, ...")
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"] = option(
+        "auto",
+        "auto, on a CPU: a GGUF file's own precision, float32 for other small models; else the checkpoint's. "
+        "int8 and int4 quantise the weights.",
+    )
+    trust_remote_code: bool = option(False, "Run Python code from model folders.")
+    generation_config: Literal["auto", "mmspec"] = option(
+        "auto",
+        "Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
+    )
+    kv_cache_dtype: Literal["auto", "int8"] = option(
+        "auto", "Keys and values of packed weights on a CPU; int8: half the memory of auto, bfloat16."
+    )
+    threads: int | None = option(None, "CPU threads; by default torch's, and fewer while other programs run.", ge=1)
+    max_model_len: int = option(
+        0, "Tokens of prompt and output together; 0 is the model's limit.", names=("-c", "--max-model-len"), ge=0
+    )
+    num_draft_tokens: int | None = option(
+        None,
+        "Draft tokens per step, the size of the trees; by default chosen for speed, from measurements.",
+        names=("--num-draft-tokens", "--nodes"),
+        ge=0,
+        le=512,
+    )
+
+
+device_options = derived(LoadOptions, "device", "dtype", settings={"device": {"callback": _usable_device}})
 
 MODEL_HELP = "Embedded name, local folder, GGUF file or hub id"
 
@@ -272,8 +292,6 @@ device_map_option = click.option(
     "memory or disk. Under torchrun, the ranks share the weights instead.",
 )
 
-trust_option = click.option("--trust-remote-code", is_flag=True, help="Run Python code from model folders.")
-
 _DRAFTER_HELP = (
     f"auto, none for plain decoding, a checkpoint's folder or hub id, or {', '.join(plugins.names('drafters'))}; see "
     "`mmspec info`. Joined by +, drafters draft one tree together; NAME@chain drafts chains."
@@ -290,23 +308,6 @@ drafters_option = click.option(
     default=["auto"],
     help=f"{_DRAFTER_HELP} Repeatable: requests may name one, the first is the default.",
     **_DRAFTER,
-)
-
-generation_config_option = click.option(
-    "--generation-config",
-    type=click.Choice(["auto", "mmspec"]),
-    default="auto",
-    show_default=True,
-    help="Sampling options that are left out: auto: as in the model's generation_config.json; mmspec: our defaults.",
-)
-
-
-kv_cache_dtype_option = click.option(
-    "--kv-cache-dtype",
-    type=click.Choice(["auto", "int8"]),
-    default="auto",
-    show_default=True,
-    help="Keys and values of packed weights on a CPU; int8: half the memory of auto, bfloat16.",
 )
 
 
@@ -332,9 +333,9 @@ adapt_options = stack(
 )
 
 
-def adapt_of(options: dict[str, Any]) -> AdaptOptions | None:
+def adapt_of(given: dict[str, Any]) -> AdaptOptions | None:
     """Pop the values of ``adapt_options``; None without ``--adapt`` and ``--adapt-folder``."""
-    on, folder, space = (options.pop(name) for name in ("adapt", "adapt_folder", "adapt_space"))
+    on, folder, space = (given.pop(name) for name in ("adapt", "adapt_folder", "adapt_space"))
     return AdaptOptions(folder, space) if on or folder is not None else None
 
 
@@ -344,19 +345,6 @@ def _biases(text: str) -> dict[str, float]:
 
 
 SAMPLING = tuple(one.name for one in fields(SamplingParams))
-
-threads_option = click.option(
-    "--threads", type=click.IntRange(1), help="CPU threads; by default torch's, and fewer while other programs run."
-)
-
-max_model_len_option = click.option(
-    "-c",
-    "--max-model-len",
-    type=click.IntRange(0),
-    default=0,
-    show_default=True,
-    help="Tokens of prompt and output together; 0 is the model's limit.",
-)
 
 reasoning_options = stack(
     click.option(
@@ -381,12 +369,11 @@ answer_options = stack(
     model_options,
     mmproj_option,
     device_map_option,
-    trust_option,
     drafter_option,
-    generation_config_option,
-    kv_cache_dtype_option,
-    threads_option,
-    max_model_len_option,
+    derived(
+        LoadOptions,
+        *("trust_remote_code", "generation_config", "kv_cache_dtype", "threads", "max_model_len", "num_draft_tokens"),
+    ),
     derived(
         SamplingParams,
         *SAMPLING,
@@ -401,13 +388,6 @@ answer_options = stack(
                 "metavar": "ID=BIAS,...",
             },
         },
-    ),
-    click.option(
-        "--num-draft-tokens",
-        "--nodes",
-        "num_draft_tokens",
-        type=click.IntRange(0, 512),
-        help="Draft tokens per step, the size of the trees; by default chosen for speed, from measurements.",
     ),
 )
 
@@ -424,17 +404,13 @@ LOADING = (
 GENERATING = (*SAMPLING, "num_draft_tokens")
 
 
-def listen_options(port: int) -> Decorator:
-    """``--host``, ``--port``, whose default is ``port``, and ``--no-auth``."""
-    return stack(
-        click.option(
-            "--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 listens on all."
-        ),
-        click.option(
-            "--port", type=click.IntRange(0, 65535), default=port, show_default=True, help="0 selects a free port."
-        ),
-        click.option("--no-auth", is_flag=True, help="Allow a public address without a key or login."),
-    )
+@options
+class ListenOptions:
+    """Options of servers."""
+
+    host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens on all.")
+    port: int = option(8000, "0 selects a free port.", ge=0, le=65535)
+    no_auth: bool = option(False, "Allow a public address without a key or login.")
 
 
 def steps_shown() -> AbstractContextManager[None]:
@@ -482,7 +458,6 @@ API_KEY = Secret("a key", "--api-key", "KEY", "MMSPEC_API_KEY", "Key that client
 
 
 def check_api_key(key: str | None, no_auth: bool, public: bool) -> None:
-    """Check ``--api-key``; see ``Secret.check``."""
     if key is not None and not (key.isascii() and key.isprintable() and " " not in key):
         raise UserError("--api-key (or MMSPEC_API_KEY) must be printable ASCII without blanks")
     API_KEY.check(key, no_auth, public)

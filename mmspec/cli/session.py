@@ -77,7 +77,6 @@ def answer(request: dict[str, Any], options: Mapping[str, Any], sample: bool = F
 
 
 def show_notes(notes: Console, *lines: str, style: str = "dim") -> None:
-    """Print lines about an answer."""
     for line in lines:
         notes.print(line, style=style, markup=False, highlight=False, soft_wrap=True)
 
@@ -217,16 +216,12 @@ def _comparison_lines(comparison: Comparison, pipe: Pipeline) -> Iterator[str]:
     elif comparison.equal:
         yield "tokens: equal"
     else:
-        yield f"tokens: {_first_difference(comparison, pipe)}"
-
-
-def _first_difference(comparison: Comparison, pipe: Pipeline) -> str:
-    found = comparison.difference
-    assert found is not None
-    texts = [
-        repr(pipe.processor.token_bytes(token).decode(errors="replace")) if token is not None else "the end"
-        for token in (found.speculative, found.plain)
-    ]
-    where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"
-    margin = "" if found.margin is None else f", logit margin {found.margin:.3g}"
-    return f"{where}{margin} ({str(pipe.model.dtype).removeprefix('torch.')})"
+        found = comparison.difference
+        assert found is not None
+        texts = [
+            repr(pipe.processor.token_bytes(token).decode(errors="replace")) if token is not None else "the end"
+            for token in (found.speculative, found.plain)
+        ]
+        where = f"differ first at position {found.position}: {texts[0]} against {texts[1]}"
+        margin = "" if found.margin is None else f", logit margin {found.margin:.3g}"
+        yield f"tokens: {where}{margin} ({str(pipe.model.dtype).removeprefix('torch.')})"

@@ -7,7 +7,7 @@ import html
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -150,8 +150,6 @@ def create_app(
 def _add_generation(
     app: FastAPI, runner: RequestRunner, builder: JobBuilder, body_bytes: int, slots: RequestQueue
 ) -> None:
-    """Add the POST endpoints."""
-
     async def parsed(request: Request, kind: type[F], use: Callable[[F], Any]) -> Any:
         """Parse a request body and call ``use`` with it, in a thread: large bodies take long."""
         content = await read_body(request, body_bytes)
@@ -169,7 +167,7 @@ def _add_generation(
             events = _events(runner, job, form, request.scope[LOG])
             # Errors before the first token still determine the response's status.
             await unless_gone(request.receive, events.__anext__())
-            return EventStream(events, form.media_type)
+            return EventStream(events, headers={"Cache-Control": "no-cache"}, media_type=form.media_type)
 
     add("/v1/chat/completions", ChatCompletionRequest, builder.chat)
     add("/v1/completions", CompletionRequest, builder.completion)
@@ -185,19 +183,14 @@ def _add_generation(
         job, _ = await parsed(request, MessagesRequest, builder.chat)
         return {"input_tokens": await unless_gone(request.receive, runner.count(job))}
 
-    described = describe(app, builder, slots)
+    def add_reply(path: str, kind: type[F], reply: Callable[[F], dict[str, Any]]) -> None:
+        @app.post(path)
+        async def answer(request: Request) -> dict[str, Any]:
+            return await parsed(request, kind, reply)
 
-    @app.post("/api/show")
-    async def show(request: Request) -> dict[str, Any]:
-        return await parsed(request, ShowRequest, described)
-
-    @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
-        return await parsed(request, TokenizeRequest, builder.tokens)
-
-    @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
-        return await parsed(request, DetokenizeRequest, builder.text)
+    add_reply("/api/show", ShowRequest, describe(app, builder, slots))
+    add_reply("/tokenize", TokenizeRequest, builder.tokens)
+    add_reply("/detokenize", DetokenizeRequest, builder.text)
 
 
 def _add_models(app: FastAPI, names: Sequence[str], check: Callable[[str], None], context_limit: int | None) -> None:
@@ -241,7 +234,6 @@ _INSTEAD: Mapping[str, Sequence[str]] = {
 
 
 def _endpoints(app: FastAPI) -> list[str]:
-    """Methods and paths of the endpoints."""
     return [f"{min(route.methods or ())} {route.path_format}" for route in app.routes if isinstance(route, APIRoute)]
 
 
@@ -328,19 +320,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """A stream of server-sent events that closes its generator when the client disconnects.
+    """A stream of events that closes its generator when the client disconnects; starlette leaves it open."""
 
-    starlette's ``StreamingResponse`` leaves an open generator to the garbage collector.
-    """
-
-    def __init__(self, events: AsyncGenerator[bytes], media_type: str = "text/event-stream") -> None:
-        self._events = events
-        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache"})
+    body_iterator: AsyncGenerator[bytes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_gone(receive, self.stream_response(send))
-        except (ClientDisconnect, OSError):
-            pass
-        finally:
-            await self._events.aclose()
+        async with aclosing(self.body_iterator):
+            with suppress(ClientDisconnect, OSError):
+                await unless_gone(receive, self.stream_response(send))

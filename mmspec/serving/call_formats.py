@@ -212,11 +212,8 @@ def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """JSON types that a schema allows by ``type``, values or alternatives; all types for other schemas.
-
-    Args:
-        root: the schema that ``$ref`` points into.
-    """
+    """JSON types that a schema, whose ``$ref`` points into ``root``, allows by ``type``, values or alternatives; all
+    types for other schemas."""
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or depth > _DEPTH:
         return {*_TYPES.values()}
@@ -229,7 +226,6 @@ def json_types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]
 
 
 def _values(schema: Any) -> Sequence[Any] | None:
-    """Values of ``const`` or ``enum``."""
     if not isinstance(schema, Mapping):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")

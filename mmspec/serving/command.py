@@ -14,6 +14,8 @@ from mmspec.cli.options import (
     API_KEY,
     JSON_OBJECT,
     LOADING,
+    ListenOptions,
+    LoadOptions,
     adapt_of,
     adapt_options,
     adapter_option,
@@ -21,15 +23,10 @@ from mmspec.cli.options import (
     derived,
     device_map_option,
     drafters_option,
-    generation_config_option,
-    kv_cache_dtype_option,
-    listen_options,
     mmproj_option,
     model_options,
     reasoning_options,
     steps_shown,
-    threads_option,
-    trust_option,
 )
 from mmspec.errors import UserError
 from mmspec.jobs import rank, ranks
@@ -53,7 +50,7 @@ _log = logging.getLogger("mmspec.serve")
 @model_options
 @mmproj_option
 @device_map_option
-@trust_option
+@derived(LoadOptions, "trust_remote_code", "generation_config", "threads", "kv_cache_dtype")
 @drafters_option
 @click.option(
     "--speculative-config",
@@ -61,10 +58,7 @@ _log = logging.getLogger("mmspec.serve")
     metavar="JSON",
     help='vLLM\'s form of --drafter, such as {"method": "ngram", "num_speculative_tokens": 8}.',
 )
-@generation_config_option
-@threads_option
-@kv_cache_dtype_option
-@listen_options(8000)
+@derived(ListenOptions)
 @API_KEY.declared
 @click.option(
     "--allow-origin",
@@ -126,11 +120,11 @@ def serve(
         reason = "--adapt" if adapt is not None else "a model that is sharded over ranks"
         raise UserError(f"{reason} goes with one --drafter: got {1 + len(others)}")
     limits = Limits(**{name: options.pop(name) for name in Limits.__dataclass_fields__})
-    adapters = dict(options.pop("adapters"))
-    loading = {name: options.pop(name) for name in LOADING} | {"adapters": adapters}
-    prefixes = {name: options.pop(name) for name in ("prefix_cache", "prefix_cache_dir", "prefix_cache_size")}
+    loading = {name: options.pop(name) for name in (*LOADING, "prefix_cache_dir")}
+    loading |= {name: options.pop(name) << 20 for name in ("prefix_cache", "prefix_cache_size")}
+    loading["adapters"] = dict(options.pop("adapters"))
     access = {**options, "api_key": api_key, "hosts": host_names(host)}
-    settings = ServerSettings(loading, limits, access, adapt=adapt, others=others, **prefixes)
+    settings = ServerSettings(loading, limits, access, adapt=adapt, others=others)
     if engine == "ray":
         if ranks() > 1:
             raise UserError(f"--engine ray starts its own processes: got one of {ranks()} ranks of a job")

@@ -47,10 +47,8 @@ class APIError(Exception):
         if path.startswith(MESSAGES):
             kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": self.message}}
-        if self.status == 429:
-            kind = "rate_limit_error"
-        else:
-            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> JSONResponse:

@@ -114,9 +114,8 @@ class WireFormat(ABC):
             figures = self._figures() if ended else {}
             return [chunk | {name: figures[name] for name in ("metrics", "timings") if ended}]
         last = [{**self._chunk(), **self._figures()}] if ended else []
-        usage = None
-        if self._usage_in == "every":
-            usage = counts(choice.num_prompt_tokens, len(choice.token_ids))
+        known = counts(choice.num_prompt_tokens, len(choice.token_ids))
+        usage = known if self._usage_in == "every" else None
         return [{**chunk, "usage": usage}, *last]
 
     def failed(self, error: APIError) -> Iterable[dict[str, Any]]:
@@ -187,7 +186,6 @@ class ChatFormat(WireFormat):
             yield self._chunk({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
 
     def _read(self, index: int, piece: Piece) -> Delta:
-        """Parse a piece of a choice, or the whole."""
         if self._readers is None:
             return Delta(piece.text, reasoning=piece.reasoning)
         final = piece.finish_reason is not None

@@ -120,16 +120,9 @@ class _PublicOnly(httpx.HTTPTransport):
 
 
 def download(url: str, largest: int, seconds: float = SECONDS) -> bytes:
-    """Download a file. Follows redirects, whose addresses are checked, too.
-
-    Args:
-        largest: maximum file size in bytes.
-        seconds: time limit of the whole download.
-
-    Raises:
-        UserError: another scheme, an address that is not public, a server error, a file above the size limit, or a
-            timeout.
-    """
+    """Download a file of at most ``largest`` bytes within a time limit. Follows redirects, whose addresses are checked,
+    too. Raises ``UserError``: another scheme, an address that is not public, a server error, a file above the size
+    limit, or a timeout."""
     end = clock() + seconds
     transport = _PublicOnly(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
     with httpx.Client(transport=transport, trust_env=False, headers=_HEADERS) as client:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, Literal
-
-from pydantic import model_validator
 
 from mmspec.pipeline import Piece
 from mmspec.serving.formats import ChatFormat
@@ -27,12 +25,8 @@ class MessagesRequest(ChatCompletionRequest):
     n: Literal[1] = 1
     logprobs: Literal[False] = False
 
-    @model_validator(mode="before")
     @classmethod
-    def _as_chat(cls, given: Any) -> Any:
-        """Convert the body to the body of a chat request."""
-        if not isinstance(given, dict):
-            return given
+    def converted(cls, given: dict[str, Any]) -> dict[str, Any]:
         asked = {{"stop_sequences": "stop"}.get(name, name): value for name, value in given.items()}
         system, messages, tools = asked.pop("system", None), asked.get("messages"), asked.get("tools")
         if isinstance(messages, list):
@@ -79,7 +73,6 @@ def _turns(given: Any) -> Iterator[Any]:
 
 
 def _part(block: Any) -> Any:
-    """A part of a chat message."""
     if not isinstance(block, dict) or block.get("type") != "image" or not isinstance(block.get("source"), dict):
         return block
     rest, source = {**block, "type": "image_url"}, block["source"]
@@ -97,9 +90,6 @@ def _tool(given: Any) -> Any:
 
 
 Event = dict[str, Any]
-
-_OPENED: Mapping[str, Mapping[str, Any]] = {"thinking": {"thinking": "", "signature": ""}, "text": {"text": ""}}
-"""Fields of new blocks of text."""
 
 
 class MessagesFormat(ChatFormat):
@@ -159,7 +149,7 @@ class MessagesFormat(ChatFormat):
         for kind, text in (("thinking", delta.reasoning), ("text", delta.content)):
             if text:
                 if not self._blocks or self._blocks[-1]["type"] != kind:
-                    yield from self._open({"type": kind, **_OPENED[kind]})
+                    yield from self._open({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
                 yield self._delta_event(kind, kind, text)
         for call in delta.calls.values():
             function = call["function"]

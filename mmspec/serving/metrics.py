@@ -97,7 +97,6 @@ class Metrics:
         self._ended.labels(**self._labels, finished_reason=reason).inc()
 
     def ignored(self, field: str) -> None:
-        """Record an ignored request field."""
         self._ignored.labels(**self._labels, field=field).inc()
 
     def _of(self, field: str, counter: Counter, drafter: str) -> Counter:

@@ -92,13 +92,8 @@ class Watched:
 
 
 class RequestLimit:
-    """Limits concurrent requests, and completes the responses of requests that the server cancels at shutdown.
-
-    Probes are not counted.
-
-    Args:
-        running: tasks of the running requests; modified.
-    """
+    """Limits concurrent requests, apart from probes, and completes the responses of requests that the server cancels at
+    shutdown. ``running``: their tasks, which it adds and removes."""
 
     def __init__(self, app: ASGIApp, running: set[asyncio.Task[Any]], most: int) -> None:
         self.app, self._running, self._most = app, running, most
@@ -187,7 +182,6 @@ class RequestQueue:
 
     @property
     def running(self) -> int:
-        """Number of running choices."""
         return len(self._choices)
 
     async def acquire(self, count: int) -> None:
@@ -212,7 +206,6 @@ class RequestQueue:
 
 
 def log_to_stderr(level: str) -> None:
-    """Send mmspec's log to standard error."""
     log, lines = logging.getLogger("mmspec"), logging.StreamHandler()
     lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(lines)

@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal
 
 from fastapi import FastAPI
-from pydantic import model_validator
 
 from mmspec import __version__
 from mmspec.pipeline import Piece
@@ -46,13 +45,8 @@ class OllamaRequest(ChatCompletionRequest):
     n: Literal[1] = 1
     stream: bool = True
 
-    @model_validator(mode="before")
     @classmethod
-    def _as_chat(cls, given: Any) -> Any:
-        """Convert the body to the body of a chat request."""
-        if not isinstance(given, dict):
-            return given
-        asked = dict(given)
+    def converted(cls, asked: dict[str, Any]) -> dict[str, Any]:
         if isinstance(asked.get("options"), dict):
             asked |= {_NAMES.get(name, name): one for name, one in asked.pop("options").items()}
         if (form := asked.pop("format", None)) not in (None, ""):
@@ -63,15 +57,12 @@ class OllamaRequest(ChatCompletionRequest):
         elif think is not None:
             asked["reasoning_effort"] = think
         if "prompt" in asked:
-            system, user = ({"role": role, "content": asked.pop(name, None)} for role, name in _TURNS)
-            user["images"] = asked.pop("images", None)
-            asked["messages"] = [system, user] if system["content"] else [user]
+            system, user = asked.pop("system", None), {"role": "user", "content": asked.pop("prompt")}
+            before = [{"role": "system", "content": system}] if system else []
+            asked["messages"] = [*before, user | {"images": asked.pop("images", None)}]
         if isinstance(messages := asked.get("messages"), list):
             asked["messages"] = [_as_message(one) if isinstance(one, dict) else one for one in messages]
         return asked
-
-
-_TURNS = (("system", "system"), ("user", "prompt"))
 
 
 def _as_message(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +71,8 @@ def _as_message(given: Mapping[str, Any]) -> dict[str, Any]:
     images, calls = message.pop("images", None), message.get("tool_calls")
     if images and isinstance(images, list):
         text = [{"type": "text", "text": message.get("content") or ""}]
-        message["content"] = [{"type": "image_url", "image_url": _url(one)} for one in images] + text
+        urls = [f"data:image/any;base64,{one}" if isinstance(one, str) else one for one in images]
+        message["content"] = [{"type": "image_url", "image_url": url} for url in urls] + text
     if isinstance(calls, list):
         message["tool_calls"] = [_as_call(one) for one in calls]
     return message
@@ -92,10 +84,6 @@ def _as_call(given: Any) -> Any:
         return given
     function = {key: one for key, one in function.items() if key != "index"}
     return {"id": "", **given, "function": {**function, "arguments": json.dumps(function.get("arguments"))}}
-
-
-def _url(image: Any) -> Any:
-    return f"data:image/any;base64,{image}" if isinstance(image, str) else image
 
 
 class OllamaFormat(ChatFormat):

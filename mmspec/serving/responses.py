@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import BeforeValidator, Field, TypeAdapter, model_validator
+from pydantic_core import PydanticCustomError
 
 from mmspec.pipeline import Piece
 from mmspec.sampling.params import LIBRARY, Logprobs, MaxTokens
@@ -23,18 +24,12 @@ from mmspec.serving.schemas import (
     MOST_ITEMS,
     NEUTRAL,
     NO_MODERATION,
-    CalledFunction,
     ChatMessage,
     Fields,
     Function,
     GenerationRequest,
     JSONSchema,
-    MediaPart,
     TextPart,
-    ToolCall,
-    Variant,
-    VideoPart,
-    as_parts,
     choice_of,
     grammar_of_format,
 )
@@ -44,64 +39,49 @@ _LOGPROBS = "message.output_text.logprobs"
 """The value of ``include`` that asks for log probabilities."""
 
 
-class _Text(TextPart):
-    # Annotations and logprobs occur in answers that clients send back.
-    ignored: ClassVar = ("annotations", "logprobs", *CACHE)
-    type: Literal["input_text", "output_text"]  # type: ignore[assignment]
+_PARTS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+"""Types of parts, and their types in chat messages."""
 
 
-class _Image(MediaPart):
-    ignored: ClassVar = ("detail", *CACHE)
-    refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
-    kind = "image"
-    type: Literal["input_image"]
-    image_url: str
+def _parts(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content
+    kinds = [one.get("type") if isinstance(one, dict) else None for one in content]
+    return [
+        {**one, "type": _PARTS[kind]} if kind in tuple(_PARTS) else one
+        for one, kind in zip(content, kinds, strict=True)
+    ]
 
 
-_Part = Annotated[_Text | _Image | VideoPart, Field(discriminator="type")]
+class Item(ChatMessage):
+    """A message, a call, its result or reasoning, converted to a chat message."""
 
-_Content = Annotated[list[_Part], Field(max_length=MOST_ITEMS), as_parts("input_text")]
+    ignored: ClassVar = (
+        *(*CACHE, "id", "status", "phase", "summary", "encrypted_content"),
+        *("async", "caller", "namespace", "parsed_arguments"),
+    )
 
+    @classmethod
+    def converted(cls, item: dict[str, Any]) -> dict[str, Any]:
+        kind = item.pop("type", "message")
+        if kind == "message":
+            return super().converted({**item, "content": _parts(item.get("content"))})
+        if kind == "function_call":
+            name, arguments, call_id = (item.pop(field, None) for field in ("name", "arguments", "call_id"))
+            call = {"id": call_id, "function": {"name": name, "arguments": arguments}}
+            return {**item, "role": "assistant", "content": [], "tool_calls": [call]}
+        if kind == "function_call_output":
+            result = {"tool_call_id": item.pop("call_id", None), "content": _parts(item.pop("output", None))}
+            return {**item, "role": "tool", **result}
+        if kind != "reasoning":
+            expected = "'message', 'function_call', 'function_call_output', 'reasoning'"
+            raise PydanticCustomError("union_tag_invalid", "", {"expected_tags": expected})
+        try:
+            text = "".join(part["text"] for part in item.pop("content", None) or ())
+        except (TypeError, LookupError):
+            raise ValueError("the content of reasoning must be a list of parts with a text") from None
+        return {**item, "role": "assistant", "content": [], "reasoning_content": text}
 
-class Message(Variant):
-    """A message from the user, the system or the assistant."""
-
-    ignored: ClassVar = ("id", "status", "phase")
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: _Content
-
-
-class FunctionCall(CalledFunction, Variant):
-    """A function call by the model."""
-
-    ignored: ClassVar = ("async", "id", "status", "caller", "namespace", "parsed_arguments")
-    type: Literal["function_call"]
-    call_id: str
-
-
-class FunctionCallOutput(Variant):
-    """The result of a function call."""
-
-    ignored: ClassVar = ("id", "status", "caller", "namespace", "name")
-    type: Literal["function_call_output"]
-    call_id: str
-    output: _Content
-
-
-class _ReasoningText(TextPart):
-    type: Literal["reasoning_text"]  # type: ignore[assignment]
-
-
-class Reasoning(Variant):
-    """Reasoning before the next message or call."""
-
-    ignored: ClassVar = ("id", "status", "summary", "encrypted_content")
-    type: Literal["reasoning"]
-    content: list[_ReasoningText] = Field([], max_length=MOST_ITEMS)
-
-
-Item = Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")]
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
 
@@ -112,23 +92,15 @@ def chat_messages(items: Sequence[Item], instructions: str | None = None) -> lis
     Calls join the preceding assistant message, reasoning joins the following one. Raises ``APIError``: too many
     messages.
     """
-    message = ChatMessage.model_construct
     system = [TextPart.model_construct(type="text", text=instructions)]
-    found = [message(role="system", content=system)] if instructions else []
+    found = [ChatMessage.model_construct(role="system", content=system)] if instructions else []
     for item in items:
-        if isinstance(item, Message):
-            goes_on = item.role == "assistant" and found and not (found[-1].content or found[-1].tool_calls)
-            begun = found.pop() if goes_on and found[-1].reasoning_text else message(role=item.role)
-            found.append(begun.model_copy(update={"content": item.content}))
-        elif isinstance(item, Reasoning):
-            if reasoning := "".join(part.text for part in item.content):
-                found.append(message(role="assistant", content=[], reasoning_content=reasoning))
-        elif isinstance(item, FunctionCallOutput):
-            found.append(message(role="tool", tool_call_id=item.call_id, content=item.output))
-        else:
-            calling = found.pop() if found and found[-1].role == "assistant" else message(role="assistant", content=[])
-            call = ToolCall.model_construct(id=item.call_id, function=item)
-            found.append(calling.model_copy(update={"tool_calls": [*(calling.tool_calls or ()), call]}))
+        last = found[-1] if found and found[-1].role == item.role == "assistant" else None
+        if last is not None and (item.tool_calls or (last.only_thinks and not item.only_thinks)):
+            calls = [*(last.tool_calls or ()), *(item.tool_calls or ())] or None
+            found[-1] = last.model_copy(update={"content": [*last.content, *item.content], "tool_calls": calls})
+        elif item.reasoning_content != "":
+            found.append(item)
     if len(found) > MOST_ITEMS:
         raise APIError(400, f"messages must be a list of at most {MOST_ITEMS}: got {len(found)}", "input")
     return found
@@ -142,10 +114,9 @@ class FunctionTool(Function, _FunctionType):  # the type is checked first
     """A function declaration; chat requests nest these fields under ``function``."""
 
 
-class _TextFormat(Fields):
-    ignored: ClassVar = JSONSchema.ignored
+class _TextFormat(JSONSchema):
     type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")  # type: ignore[assignment]
 
     @model_validator(mode="after")
     def _check(self) -> _TextFormat:
@@ -187,7 +158,11 @@ class ResponsesRequest(GenerationRequest):
         "truncation": "conversations are not shortened",
     }
     n: Literal[1] = 1
-    input: Annotated[list[Item], Field(min_length=1, max_length=MOST_ITEMS)]
+    input: Annotated[
+        list[Item],
+        Field(min_length=1, max_length=MOST_ITEMS),
+        BeforeValidator(lambda given: [{"role": "user", "content": given}] if isinstance(given, str) else given),
+    ]
     instructions: str | None = None
     response_format: Annotated[Any, condition("left out: it is text.format here", lambda value: value is None)] = None
     max_output_tokens: MaxTokens | None = None
@@ -204,15 +179,6 @@ class ResponsesRequest(GenerationRequest):
     metadata: dict[str, str] = Field({})
     user: str | None = None
 
-    @field_validator("input", mode="before")
-    @classmethod
-    def _as_items(cls, given: Any) -> Any:
-        if isinstance(given, str):
-            return [{"type": "message", "role": "user", "content": given}]
-        if not isinstance(given, list):
-            return given
-        return [{"type": "message", **one} if isinstance(one, dict) and "role" in one else one for one in given]
-
     @property
     def reasoning_effort(self) -> str | None:
         return self.reasoning.effort
@@ -228,9 +194,7 @@ class ResponsesRequest(GenerationRequest):
 
     def about(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """Response fields that echo the request, with the defaults of ``sampling``: fields of ``SamplingParams``."""
-        form = {"type": "text"}
-        if self.text.format is not None:
-            form = self.text.format.model_dump(by_alias=True, exclude_none=True)
+        form = self.text.format or _TextFormat(type="text", schema=None)
         given = self.model_dump(
             mode="json",
             include={
@@ -243,7 +207,7 @@ class ResponsesRequest(GenerationRequest):
             "top_p": sampling.get("top_p", LIBRARY["top_p"]),
             "truncation": "disabled",
         }
-        return given | values | {"text": {"format": form}}
+        return given | values | {"text": {"format": form.model_dump(by_alias=True, exclude_none=True)}}
 
 
 Event = dict[str, Any]

@@ -138,12 +138,10 @@ class JobBuilder:
     def chat(
         self, asked: ChatCompletionRequest, form: Callable[..., ChatFormat] = ChatFormat
     ) -> tuple[GenerationJob, WireFormat]:
-        """Job and response format of a chat request."""
         job, plan = self._chat(asked, asked.messages)
         return job, form(*self._form(asked, job, [""] * job.n), reader=plan.reader)
 
     def response(self, asked: ResponsesRequest) -> tuple[GenerationJob, WireFormat]:
-        """Job and response format of a Responses API request."""
         earlier = self.stored.items(asked.previous_response_id)
         job, plan = self._chat(asked, chat_messages([*earlier, *asked.input], asked.instructions))
         about = asked.about(job.sampling)
@@ -185,7 +183,6 @@ class JobBuilder:
         return self._answers(asked.model)[0], self.pipe.processor, asked, texts, job.drafts
 
     def _rendering(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Keywords for the chat template."""
         variables = {**self.variables, **variables}
         return {"chat_template_kwargs": variables} if variables else {}
 
@@ -197,7 +194,6 @@ class JobBuilder:
         return conversation(messages, self.pipe.processor.reads_media)
 
     def completion(self, asked: CompletionRequest) -> tuple[GenerationJob, WireFormat]:
-        """Job and response format of a completion request."""
         self.check_model(asked.model)
         self._check_characters([*asked.prompt, asked.suffix or ""], "prompt")
         if asked.suffix is not None:
@@ -214,7 +210,6 @@ class JobBuilder:
         return job, TextFormat(*self._form(asked, job, before))
 
     def infill(self, asked: InfillRequest) -> tuple[GenerationJob, WireFormat]:
-        """Job and response format of an infill request."""
         self.check_model(asked.model)
         files, own = [(one.filename, one.text) for one in asked.input_extra], (asked.input_prefix, asked.input_suffix)
         self._check_characters([*own, asked.prompt, *chain(*files)], "input_prefix")
@@ -238,7 +233,6 @@ class JobBuilder:
         return self.pipe.processor.decode(prompt, skip_special_tokens=False)
 
     def tokens(self, asked: TokenizeRequest) -> dict[str, Any]:
-        """The response to ``POST /tokenize``."""
         self.check_model(asked.model)
         processor = self.pipe.processor
         if asked.messages is None:
@@ -258,7 +252,6 @@ class JobBuilder:
         return {"count": len(tokens), **limit, "tokens": tokens, "token_strs": names}
 
     def text(self, asked: DetokenizeRequest) -> dict[str, Any]:
-        """The response to ``POST /detokenize``."""
         self.check_model(asked.model)
         self._check_characters([asked.tokens], "tokens")
         return {"prompt": self._prompt_text(asked.tokens)}
@@ -437,19 +430,15 @@ class RequestRunner:
         arrived: float,
     ) -> None:
         prompt, number = divmod(index, job.n)
-        before = None
+        seconds, before = self.metrics.first_token, arrived
         try:
             if params.seed is not None and number:
                 params = replace(params, seed=(params.seed + number) % (1 << 64))
             stream = self.pipes[job.drafter].astream(job.prompts[prompt], **media, params=params, **job.keywords)
-            async with aclosing(stream):  # type: ignore[type-var]
+            async with aclosing(stream):
                 async for piece in stream:
-                    now = clock()
-                    if before is None:
-                        self.metrics.first_token.observe(now - arrived)
-                    else:
-                        self.metrics.next_tokens.observe(now - before)
-                    before = now
+                    seconds.observe((now := clock()) - before)
+                    seconds, before = self.metrics.next_tokens, now
                     if piece.stats is not None:
                         self.metrics.ended(piece.stats, str(piece.finish_reason), job.drafts)
                     pieces.put_nowait((index, piece))

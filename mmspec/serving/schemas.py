@@ -60,6 +60,7 @@ class Fields(BaseModel):
     def _drop(cls, given: Any, info: ValidationInfo) -> Any:
         if not isinstance(given, dict):
             return given
+        given = cls.converted(dict(given))
         if info.context is not None:  # a set
             info.context.update(name for name in cls.ignored if given.get(name) is not None)
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -75,6 +76,11 @@ class Fields(BaseModel):
                 raise PydanticCustomError("unsupported", "{field}{reason}", {"field": name, "reason": about})
             left[name] = value
         return left
+
+    @classmethod
+    def converted(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Convert an object of another form, which may be modified and is not validated, to this form."""
+        return given
 
 
 class Variant(Fields):
@@ -126,7 +132,7 @@ class _URL(Fields):
 
 
 class TextPart(Variant):
-    ignored: ClassVar[Sequence[str]] = (*CACHE, "citations")
+    ignored: ClassVar = (*CACHE, "annotations", "citations", "logprobs")  # in answers that clients send back
     type: Literal["text"]
     text: str
 
@@ -149,15 +155,15 @@ class MediaPart(Variant):
 
     @property
     def source(self) -> str:
-        """URL of the file."""
-        given: _URL | str = getattr(self, f"{self.kind}_url")
-        return given if isinstance(given, str) else given.url
+        given: _URL = getattr(self, f"{self.kind}_url")
+        return given.url
 
 
 class ImagePart(MediaPart):
     """An image; ``image_url`` may be the URL as a string."""
 
-    ignored: ClassVar = CACHE
+    ignored: ClassVar = (*CACHE, "detail")
+    refused: ClassVar = {"file_id": "files are not uploaded, image_url may be a data URI"}
     kind = "image"
     type: Literal["image_url"]
     image_url: Annotated[_URL, BeforeValidator(lambda given: {"url": given} if isinstance(given, str) else given)]
@@ -167,11 +173,6 @@ class VideoPart(MediaPart):
     kind = "video"
     type: Literal["video_url"]
     video_url: _URL
-
-
-def as_parts(kind: str) -> BeforeValidator:
-    """Converts a message's content that is a string to one part of type ``kind``."""
-    return BeforeValidator(lambda given: [{"type": kind, "text": given}] if isinstance(given, str) else given)
 
 
 Part = Annotated[TextPart | RefusalPart | ImagePart | VideoPart, Field(discriminator="type")]
@@ -194,25 +195,25 @@ class ToolCall(Fields):
 class ChatMessage(Fields):
     """One message; string content means one text part, an assistant's content may be null or a refusal."""
 
-    ignored: ClassVar = CACHE
+    ignored: ClassVar[Sequence[str]] = CACHE
     refused: ClassVar = {"audio": "answers are text", "function_call": "tool_calls replaces it"}
     neutral: ClassVar = {"annotations": ([],), "tool_calls": ([],)}  # in answers that clients send back
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part], Field(max_length=MOST_ITEMS), as_parts("text")]
+    content: Annotated[
+        list[Part],
+        Field(max_length=MOST_ITEMS),
+        BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given),
+    ]
     tool_calls: list[ToolCall] | None = Field(None, max_length=MOST_ITEMS)
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None  # vLLM's name of ``reasoning_content``
 
-    @model_validator(mode="before")
     @classmethod
-    def _without_content(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("role") != "assistant":
-            return given
-        given = dict(given)
-        refusal = given.pop("refusal", None)
-        if given.get("content") is None:
+    def converted(cls, given: dict[str, Any]) -> dict[str, Any]:
+        refusal = given.pop("refusal", None) if given.get("role") == "assistant" else None
+        if given.get("role") == "assistant" and given.get("content") is None:
             given["content"] = [] if refusal is None else refusal
         return given
 
@@ -232,8 +233,12 @@ class ChatMessage(Fields):
         return [*parts, *chain(*called), self.tool_call_id or "", self.name or "", self.reasoning_text or ""]
 
     @property
+    def only_thinks(self) -> bool:
+        """Whether the message has reasoning, and neither content nor calls."""
+        return bool(self.reasoning_text) and not (self.content or self.tool_calls)
+
+    @property
     def reasoning_text(self) -> str | None:
-        """Reasoning of an assistant's message."""
         return self.reasoning_content or self.reasoning
 
     def extras(self) -> dict[str, Any]:
@@ -412,7 +417,6 @@ class GenerationRequest(_Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of generated tokens."""
         own: int | None = getattr(self, self.limit_name)
         return self.max_tokens if own is None else own
 

@@ -30,15 +30,12 @@ _IDLE_CONNECTIONS = 256  # without a request, which clients keep for their next 
 def listen(host: str, port: int) -> socket.socket:
     """Open a listening socket; port 0 selects a free port. Raises ``UserError``: the address cannot be bound."""
     name = host.strip("[]")
-    found = socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET)
+    family, both = (socket.AF_INET6, socket.has_dualstack_ipv6()) if ":" in name else (socket.AF_INET, False)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((name, port))
-        found.listen(128)
+        return socket.create_server((name, port), family=family, backlog=128, dualstack_ipv6=both)
     except OSError as error:
-        found.close()
-        raise UserError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
-    return found
+        reason = str(error.strerror or error).partition(" (while")[0]  # and the address again
+        raise UserError(f"cannot listen on {host}, port {port}: {reason}") from error
 
 
 @contextmanager

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import PositiveInt
 
 from mmspec.adaptation import AdaptOptions
+from mmspec.cli.options import LoadOptions
 from mmspec.errors import UserError, shown
 from mmspec.jobs import ranks
 from mmspec.sampling.params import LIBRARY
-from mmspec.validation import check, option, options
+from mmspec.validation import check, inherited, option, options
 
 if TYPE_CHECKING:
     from mmspec.pipeline import Pipeline
@@ -39,9 +40,7 @@ class Limits:
     max_tokens: int = option(2048, "Generated tokens of a choice, at most; by default the model's or 256.", ge=1)
     max_draft_tokens: int = option(64, "Draft tokens per step that a request may ask for.", ge=0, le=512)
     fixed_speculation: bool = option(False, "Refuse the fields speculative and num_draft_tokens of requests.")
-    max_model_len: int = option(
-        0, "Tokens of prompt and output together; 0 is the model's limit.", names=("-c", "--max-model-len"), ge=0
-    )
+    max_model_len: int = inherited(LoadOptions, "max_model_len")
     max_images: int = option(8, "Images of a request.", ge=0)
     max_videos: int = option(2, "Videos of a request.", ge=0)
     max_pixels: int = option(1 << 24, "Pixels of an image or video frame.", ge=1)
@@ -104,12 +103,10 @@ def drafter_of(config: Mapping[str, Any]) -> tuple[str, int | None]:
 
 def is_loopback(host: str) -> bool:
     """Whether a listening host is a loopback address; False for names, which may resolve to any address."""
-    if host == "localhost":
-        return True
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
-        return False
+        return host == "localhost"
 
 
 def host_names(host: str) -> set[str] | None:
@@ -128,18 +125,14 @@ class ServerSettings:
     """Settings of a server; can be pickled for other processes.
 
     Attributes:
-        loading: keywords of ``open_pipeline`` named in ``LOADING``.
+        loading: keywords of ``open_pipeline``: those named in ``LOADING``, ``adapters``, ``prefix_cache``, ...
         access: keywords of ``create_app``: ``api_key``, ``hosts``, ``origins``, ``names``, ``allow_urls``, ...
-        prefix_cache, prefix_cache_dir, prefix_cache_size: as in ``ServeOptions``, in MiB.
         adapt: drafters learn from all requests; None copies learning drafters for each sequence.
     """
 
     loading: Mapping[str, Any]
     limits: Limits
     access: Mapping[str, Any]
-    prefix_cache: int = 0
-    prefix_cache_dir: Path | None = None
-    prefix_cache_size: int = 8192
     adapt: AdaptOptions | None = None
     others: Sequence[str] = ()
 
@@ -162,9 +155,8 @@ class ServerSettings:
         drafters = [make_drafter(name, home, options.get("trust_remote_code", False)) for name in names]
         first, *others = drafters if self.adapt is not None else map(per_sequence, drafters)
         options |= {"tp_plan": "auto" if ranks() > 1 else None, "adapt": self.adapt or False, "warm_up": 0}
-        options |= {"max_num_seqs": self.limits.max_running, "prefix_cache": self.prefix_cache << 20}
-        options |= {"prefix_cache_dir": self.prefix_cache_dir, "prefix_cache_size": self.prefix_cache_size << 20}
-        pipe = open_pipeline(Console(stderr=True), **options | {"drafter": first})
+        options |= {"max_num_seqs": self.limits.max_running, "drafter": first}
+        pipe = open_pipeline(Console(stderr=True), **options)
         common: dict[str, Any] = {"max_num_seqs": pipe.max_num_seqs, "generation_config": pipe.generation_config}
         pipes = [pipe, *(Pipeline(pipe.target, pipe.processor, drafter, pipe.name, **common) for drafter in others)]
         for one in pipes:

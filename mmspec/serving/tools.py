@@ -193,14 +193,11 @@ class CallReader:
         return self._arguments.over
 
     def _in_tail(self, delta: Delta, final: bool) -> bool:
-        found = self._next.match(self._rest)
-        if found is not None:
-            self._step = self._in_head
-        elif (found := self._end.match(self._rest)) is not None:
-            self._step = self._in_text
-        if found is not None:
-            self._rest = self._rest[found.end() :]
-        return found is not None
+        for text, step in ((self._next, self._in_head), (self._end, self._in_text)):
+            if (found := text.match(self._rest)) is not None:
+                self._rest, self._step = self._rest[found.end() :], step
+                return True
+        return False
 
     def _say(self, delta: Delta, text: str) -> None:
         delta.content += text
@@ -323,14 +320,8 @@ def plan_tools(
     several: bool = True,
     schema: str | None = None,
 ) -> ToolPlan:
-    """Plan the tools of a request.
-
-    Args:
-        schema: the JSON schema of outputs without calls; None leaves them unconstrained.
-
-    Raises:
-        APIError: the choice does not match the tools, or the format does not support the schema.
-    """
+    """Plan the tools of a request; ``schema`` constrains outputs without calls. Raises ``APIError``: the choice does
+    not match the tools, or the format does not support the schema."""
     special, tokens = form.marker in processor.special_tokens, form.special(processor)
     generic, named = form is GENERIC, named_function(choice)
     names = [one["name"] for one in functions]

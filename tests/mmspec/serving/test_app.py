@@ -80,6 +80,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server):
     whole = server.post(body).json()
     response = server.post({**body, "stream": True, "stream_options": {"include_usage": True}})
     assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
     found = events(response)
     assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
     assert len({chunk["id"] for chunk in found}) == 1
@@ -165,10 +166,10 @@ def test_a_follow_up_computes_its_own_tokens(pipe):
 def test_a_restarted_server_computes_no_prompt_again(pipe, tmp_path):
     asked = question(QUESTION, data_uri(SCENE), max_tokens=12, temperature=0)
     loading = {"model": "tiny-llava", "drafter": "recycle+ngram", "device": "cpu", "dtype": "float32"}
-    options = {"prefix_cache": 64, "prefix_cache_dir": tmp_path, "prefix_cache_size": 16}
+    loading |= {"prefix_cache": 64 << 20, "prefix_cache_dir": tmp_path, "prefix_cache_size": 16 << 20}
     answers = []
     for _ in range(2):
-        (started,) = ServerSettings(loading, Limits(), {}, **options).pipelines().values()
+        (started,) = ServerSettings(loading, Limits(), {}).pipelines().values()
         with served(started) as server:
             answers.append(server.post(asked).json())
         started.engine.close()

@@ -90,7 +90,8 @@ def test_adapters_are_models(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipes():
-    return ServerSettings(LOADING, Limits(max_draft_tokens=20), {}, prefix_cache=64, others=NAMES[1:]).pipelines()
+    loading = {**LOADING, "prefix_cache": 64 << 20}
+    return ServerSettings(loading, Limits(max_draft_tokens=20), {}, others=NAMES[1:]).pipelines()
 
 
 @pytest.fixture(scope="module")
