@@ -84,12 +84,18 @@ def split_head(tmp_path_factory):
     return split_models.save_head(tmp_path_factory.mktemp("head"))
 
 
+@pytest.fixture(autouse=True)
+def same_threads():
+    """Torch's number of threads after a test is that before it."""
+    before = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != before:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture
 def two_threads():
-    before = torch.get_num_threads()
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

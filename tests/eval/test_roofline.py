@@ -95,9 +95,7 @@ def test_a_model_s_passes_are_simulated_and_measured(tmp_path: Path, monkeypatch
     monkeypatch.setattr(roofline, "simulated", lambda *task: given.append(task) or simulated(*task))
     monkeypatch.setattr(roofline, "pass_seconds", lambda *_: {3: 0.5 / torch.get_num_threads()})
     memory = torch.randint(60, (MEMORY,), dtype=torch.uint8)
-    before = torch.get_num_threads()
     rows = roofline.simulate(library(), memory, str(file), 3, rounds=1)
-    torch.set_num_threads(before)
     assert [(row["threads"], row["measured"]) for row in rows] == [(1, 500), (2, 250), (4, None), (8, None), (16, None)]
     assert rows[0]["simulated"] == pytest.approx(500)
     assert all(sum(size * count for _, size, count in layers) == packed for layers, *_ in given)

@@ -27,13 +27,6 @@ SHAPES = [(192, 576), (576, 1536), (48, 64), (50, 72), (3, 5)]
 THREADS = (1, 2, 3)
 
 
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def layer_of(kind: str, rows: int, columns: int, bias: bool = False) -> tuple[BlockLinear, Tensor]:
     torch.manual_seed(rows + columns)
     weight = torch.randn(rows, columns) / columns**0.5

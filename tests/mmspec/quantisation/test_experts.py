@@ -74,17 +74,14 @@ def test_outputs_are_those_of_dense_experts(kind: str, fused: bool, gelu: bool) 
 def test_rows_have_the_same_bits_for_any_number_of_rows_and_threads(kind: str) -> None:
     experts, *_ = experts_of(kind, gelu=False)
     x, chosen, factors = inputs_of(experts, 1400)  # more slots than a pass has
-    whole, before = experts(x, chosen, factors), torch.get_num_threads()
+    whole = experts(x, chosen, factors)
     place_together([*experts.gate_up, experts.down])
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            assert torch.equal(experts(x, chosen, factors), whole)
-            for count in range(1, 18):
-                part = slice(count, 2 * count)
-                assert torch.equal(experts(x[part], chosen[part], factors[part]), whole[part])
-    finally:
-        torch.set_num_threads(before)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(experts(x, chosen, factors), whole)
+        for count in range(1, 18):
+            part = slice(count, 2 * count)
+            assert torch.equal(experts(x[part], chosen[part], factors[part]), whole[part])
 
 
 def test_experts_out_of_range_are_skipped() -> None:

@@ -30,13 +30,6 @@ BUILDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def test_every_kind_of_weights_has_a_layer() -> None:
     assert set(cpu_library.KINDS) == {*BLOCKS, *(cls.kind for cls in FORMATS.values())}
 
