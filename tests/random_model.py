@@ -30,7 +30,7 @@ TEMPLATE = (
 
 
 def save(tokenizer: str, folder: Path) -> None:
-    """Write the folder, with weights of the size of transformers' initial ones."""
+    """Write the folder, with weights of the size of transformers' initial weights."""
     words = load_processor(tokenizer).tokenizer
     words.chat_template = TEMPLATE
     names = {"image_token_id": "image_pad", "video_token_id": "video_pad"}

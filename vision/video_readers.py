@@ -213,7 +213,7 @@ class _FrameReader:
         self._stream: VideoStream
         self._frames: Iterator[VideoFrame]
         self._current: VideoFrame  # displayed now
-        self._next_frame: VideoFrame | None  # displayed next; None after the last one
+        self._next_frame: VideoFrame | None  # displayed next; None after the last frame
         self._longest_gap: Fraction  # longest time between two keyframes, or from the last keyframe to the end
         self.declared: Fraction | None = None  # original end of a truncated file, on the stream's clock
         self._scan_packets()  # before decoding: a file object has a single position

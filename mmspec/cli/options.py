@@ -211,7 +211,7 @@ def _only_gguf(_: click.Context, __: click.Parameter, given: Any) -> Any:
 
 
 def _registered_drafters(_: click.Context, __: click.Parameter, given: Any) -> Any:
-    """Refuse an unknown name that is no folder either, before torch is imported."""
+    """Refuse an unknown name that is not a folder either, before torch is imported."""
     for text in (given,) if isinstance(given, str) else given:
         name = re.sub(r"@(tree|chain\d*)$", "", text)
         if re.fullmatch(r"[\w-]+", name) and name not in ("auto", "none") and not os.path.exists(text):

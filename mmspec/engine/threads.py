@@ -1,8 +1,8 @@
 """Numbers of threads of the C++ kernels and of torch's OpenMP.
 
 The first decode steps measure whether all processors or half of them are faster. Each Python thread has an OpenMP team;
-client threads release theirs. On a busy machine, a parallel region of torch waits for threads that the system has not
-scheduled, so the worker uses fewer threads of torch; the kernels do not wait for them (``cpp/pool.h``).
+client threads release their teams. On a busy machine, a parallel region of torch waits for threads that the system has
+not scheduled, so the worker uses fewer threads of torch; the kernels do not wait for them (``cpp/pool.h``).
 """
 
 from __future__ import annotations

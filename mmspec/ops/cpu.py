@@ -185,7 +185,7 @@ def _blocks(blocks: Tensor, kind: str, inputs: int, outputs: int) -> int:
 
 
 def pack_rows(packings: Sequence[tuple[str, Tensor, int, int, Tensor]], threads: int) -> int:
-    """Convert rows in GGUF formats to the blocks of layers, one layer after the other.
+    """Convert rows in GGUF formats to the blocks of layers, layer by layer.
 
     Args:
         packings: per layer: format; file offsets or addresses of the rows, (rows,) int64; features per row; file

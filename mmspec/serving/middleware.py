@@ -132,7 +132,7 @@ class RequestQueue:
 
     Args:
         size: requests and choices that run at the same time.
-        longest: maximum number of further ones, which wait.
+        longest: maximum number of further requests, which wait.
     """
 
     def __init__(self, size: int, longest: int) -> None:

@@ -47,7 +47,7 @@ def file_in(name: str | Path) -> Path | None:
 
 
 def projector_in(name: str | Path) -> Path | None:
-    """The ``mmproj`` file in such a folder, with vision tower and projector; returns and raises like ``file_in``."""
+    """The ``mmproj`` file in this folder, with vision tower and projector; returns and raises like ``file_in``."""
     return _only(Path(name), "mmproj file", projector=True)
 
 

@@ -65,7 +65,7 @@ def router_of(module: Any, count: int) -> tuple[Any, Any]:
         count: number of experts.
 
     Raises:
-        ValueError: there is no such router, or the kernels do not reproduce its choice and weights.
+        ValueError: the router is missing, or the kernels do not reproduce its choice and weights.
     """
     router = next((part for part in module.children() if hasattr(part, "top_k")), None)
     weight = getattr(router, "weight", None)

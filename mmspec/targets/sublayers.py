@@ -340,7 +340,7 @@ def _parts(layer: Any, known: Sequence[Describe]) -> tuple[list[Part], list[Any]
         raise ValueError(f"expected norms and known parts of a layer: got {[type(part).__name__ for part in children]}")
     mixers = [part for part in parts if part["kind"] not in ("mlp", "experts")]
     routed, mlps = ([part for part in parts if part["kind"] == kind] for kind in ("experts", "mlp"))
-    if routed and mlps:  # a shared MLP beside the experts
+    if routed and mlps:  # a shared MLP next to the experts
         [first], [second] = routed, mlps
         routed, mlps = [{**second, **first, "inputs": first["inputs"] + second["inputs"], "out": second["out"]}], []
     if len(mixers) == 2 and len(norms) == 1 + len(routed + mlps):  # of the same input (Falcon-H1)

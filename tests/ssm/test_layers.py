@@ -1,4 +1,4 @@
-"""Dispatchers of the modelling modules: transformers' own functions as long as there is no tree."""
+"""Dispatchers of the modelling modules: transformers' own functions without a tree."""
 
 import copy
 import inspect

@@ -38,7 +38,7 @@ def test_rows_of_a_large_batch_are_computed_one_by_one(nodes, monkeypatch):
 
 
 def test_tiles_of_channels(monkeypatch):
-    """Several tiles per group, the last one narrower."""
+    """Several tiles per group, the last narrower."""
     monkeypatch.setattr(selective, "_TILE", (1, 1))
     monkeypatch.setattr(selective, "_NARROWEST", 5)
     case = Case(batch=2, nodes=9, heads=4, groups=2)

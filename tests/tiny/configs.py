@@ -1,4 +1,4 @@
-"""Tiny configurations of every supported architecture, by name: text models, recurrent and hybrid ones, vision."""
+"""Tiny configurations of every supported architecture, by name: text, recurrent, hybrid and vision models."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def caption(
     A FOLDER's run is resumed when the command is repeated with the same settings: new files and changed files (size or
     modification time) are captioned, and the lines of deleted files are kept. A file that cannot be captioned is
     skipped: its line has "error" instead of "text", and the exit status is 3. It is retried after the file has changed
-    or its line has been deleted. Broken links, links to folders, and folders that cannot be read are treated the same.
+    or its line has been deleted. Broken links, links to folders, and folders that cannot be read are treated alike.
     """
     if prompt is not None and not prompt.strip():
         raise UserError("the prompt must not be empty: got --prompt with only white space")

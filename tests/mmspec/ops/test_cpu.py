@@ -264,7 +264,7 @@ def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_
     query, key, value, mask = slots_of(1, 6, 140, 2, 1, 32)
     mask[:, :, 2] = False
     key, value, *_ = stored_as(form, key, value)
-    skipped = torch.nan if form == "bfloat16" else 255  # a scale that is no number
+    skipped = torch.nan if form == "bfloat16" else 255  # a scale that is not a number
     key[:, :, 3], value[:, :, 3], mask[..., 3] = skipped, skipped, False
     found = cpu.attention(query, key, value, mask, 1.0)
     assert not found.isnan().any()

@@ -483,7 +483,7 @@ TEMPLATES = {
 def test_templates_are_rendered_within_limits(
     template: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next ones are rendered."""
+    """And the next messages are rendered."""
     monkeypatch.setattr(templates, "_SECONDS", 5.0)
     usual = load_processor(str(save_gguf(tmp_path / "b.gguf", entries={"tokenizer.chat_template": "{{ messages }}"})))
     wrong = load_processor(str(save_gguf(tmp_path / "a.gguf", entries={"tokenizer.chat_template": template})))

@@ -79,7 +79,7 @@ def model_of(family, kind="int4"):
     """A packed model in bfloat16; in float32 and not packed if ``kind`` is None."""
     config = small_config(transformers.CONFIG_MAPPING[family.split()[0]], vocab_size=VOCAB, **FAMILIES[family])
     model = random_model(config)
-    for module in model.modules():  # defaults are zeros and ones
+    for module in model.modules():  # defaults are 0 and 1
         for name in ("bias", "D", "dt_bias", "sinks"):
             if isinstance(value := getattr(module, name, None), torch.Tensor):
                 value.data.normal_(std=0.5)
