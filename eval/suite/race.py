@@ -131,8 +131,11 @@ def race(
     seconds: float,
     show: Show = lambda *_: None,
 ) -> list[Contender]:
-    """Measure methods next to plain decoding until ``seconds`` or prompts run out, or a single method remains. Returns the
-    remaining methods, then dropped methods, each group from fast to slow. The first of several requests is the warm-up. When the time is up, the current method completes its prompt, which is dropped."""
+    """Measure methods next to plain decoding until ``seconds`` or prompts run out, or a single method remains.
+
+    Returns the remaining methods, then dropped methods, each group from fast to slow. The first of several requests is
+    the warm-up. When the time is up, the current method completes its prompt, which is dropped.
+    """
     start, plain = clock(), Method(PLAIN)
     left, out = [Contender(method) for method in methods], list[Contender]()
     warm_up, measured = (requests[:1], requests[1:]) if len(requests) > 1 else ([], requests)
