@@ -147,6 +147,7 @@ for _ in range(2):
     for _ in range(64):
         large.append(torch.ones(1 << 20))
         kept.append(torch.ones(1 << 12))
+    kept.append(torch.ones(1 << 21))  # the end of the heap
     largest = int(Path("/proc/self/statm").read_text().split()[1])
     del large
 print(largest - int(Path("/proc/self/statm").read_text().split()[1]))
