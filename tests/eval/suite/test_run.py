@@ -405,13 +405,14 @@ def test_the_command(folder, tmp_path, monkeypatch):
         assert sum(line.startswith(f"{column}: ") for line in lines) == 1
     assert result.output.count("copy oracle: ") == 1
     assert "vs none" not in result.output  # as `whole request` and `decoding` are
-    content = json.loads(call(*common, "--json").stdout)
+    assert PUBLISHED in call(*common, "--published").output
+    content = json.loads(call(*common, "--json", "--published").stdout)
     assert content == json.loads((tmp_path / "summary.json").read_text())
     assert [(row["method"], row["baseline"]) for row in content["rows"]] == [
         (name, "none") for name in ("none", "ngram@chain", "ngram@3")
     ]
     assert content["about"]["cost"]["tokens"][:3] == [1, 2, 4]
-    report = (tmp_path / "report.md").read_text()
+    report, _ = (tmp_path / "report.md").read_text().split(f"## {PUBLISHED}")
     assert "over `none`, preprocessing" in report
     assert "copy oracle: " in report
     assert "generate" not in report

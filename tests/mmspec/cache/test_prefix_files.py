@@ -14,7 +14,7 @@ import mmspec
 from mmspec import SamplingParams
 from mmspec.cache import prefix as files_module
 from mmspec.cache.prefix import Prefix, PrefixFiles
-from mmspec.cache.prefix_cache import PrefixCache
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse
 from mmspec.core import target as core_target
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, State, Stop, spaced
@@ -206,6 +206,13 @@ def test_weights_that_change_are_other_weights_after_a_clear(tmp_path):
     later = mmspec.Pipeline(new_target(model), pipe.processor, prefix_cache=MEMORY, prefix_cache_dir=tmp_path)
     assert answer(later)[0] == after
     assert answer(later)[1] > 8
+
+
+def test_a_clear_while_the_weights_are_hashed_counts(tmp_path, monkeypatch):
+    cache, target = restarted(tmp_path), new_target(shared_model("llama"))
+    monkeypatch.setattr(target, "identity", lambda: cache.clear() or str(cache.cleared))
+    reuse = PrefixReuse(target, cache)
+    assert reuse._key(Prompt(text_inputs(1, 20)["input_ids"]))[-1] == "2"  # hashed again
 
 
 def test_damaged_and_foreign_files_are_ignored(tmp_path):

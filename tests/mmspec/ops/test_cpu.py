@@ -140,6 +140,7 @@ for _ in range(2):
     for _ in range(64):
         large.append(torch.ones(1 << 20))
         kept.append(torch.ones(1 << 12))
+    kept.append(torch.ones(1 << 21))  # the end of the heap
     largest = int(Path("/proc/self/statm").read_text().split()[1])
     del large
 print(largest - int(Path("/proc/self/statm").read_text().split()[1]))
@@ -334,11 +335,15 @@ def test_kernels_take_tensors_of_one_dtype_shape_layout_and_device_alone(x, pack
 
 
 @needs_kernels
-def test_products_refuse_other_dtypes_and_widths():
+def test_products_and_attention_refuse_other_dtypes_and_widths():
     layer = BLOCKS["int8"](torch.randn(32, 64))
     for x in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(2, 65)):
         with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
             cpu.linear(layer.native, x)
+    query, _, value, _ = slots_of(1, 2, 70, 2, 1, 32)
+    for wrong in (value.float(), value[..., :16], cpu.int8_heads(value)[..., :32]):
+        with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
+            cpu.attention(query, wrong, wrong, None, 1.0)
 
 
 def test_reference_kernels_can_be_chosen(monkeypatch):
