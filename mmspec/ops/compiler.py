@@ -24,7 +24,7 @@ from mmspec.files import cache_folder, settle, temporary
 from mmspec.ops.builds import LINK, find_compiler, identity
 
 _log = logging.getLogger("mmspec.kernels")
-_SECONDS = 120  # timeout of the compiler
+_SECONDS = 300  # timeout of the compiler, which takes 15 s, a minute next to other programs
 _PROBE = 4 << 20  # bytes; more than a compiler's output
 _ANOTHER = "MMSPEC_CACHE names another folder"
 

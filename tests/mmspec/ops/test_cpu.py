@@ -16,12 +16,13 @@ from torch.nn import functional as F
 from mmspec.cache.tree_cache import TreeCache
 from mmspec.core.plan import StepPlan
 from mmspec.drafters.growth import grow_tree
-from mmspec.ops import cpu, cpu_library
+from mmspec.ops import compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, BlockLinear, place_together
 from mmspec.quantisation.formats import FORMATS, StoredRows, stored_layer
 from mmspec.quantisation.linear import GROUP
 from tests.compiled import needs_kernels
 from tests.gguf_rows import dequantised, random_rows, stored
+from tests.mmspec.quantisation.test_formats import BUILDS
 
 SHAPES = [(192, 576), (576, 1536), (48, 64), (50, 72), (3, 5)]
 THREADS = (1, 2, 3)
@@ -182,6 +183,24 @@ def softmax_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, s
     scores = grouped.unflatten(1, (key.shape[1], -1)) @ key.double()[:, :, None].transpose(-1, -2) / base.double()
     shares = scores.masked_fill(~mask[:, :, None], -torch.inf).softmax(-1)
     return (shares @ value.double()[:, :, None]).flatten(1, 2).transpose(1, 2).flatten(2).float()
+
+
+@pytest.mark.long
+@needs_kernels
+@forms
+@pytest.mark.parametrize(("build", "features", "flags"), BUILDS)
+def test_attention_of_other_builds(build, features, flags, form, monkeypatch):
+    if not features <= set(compiler.processor().split()):
+        pytest.skip(f"needs a processor with {', '.join(features)}")
+    library = cpu_library.compiled(flags)
+    for head_dim in cpu.HEAD_DIMS:
+        query, key, value, mask = slots_of(2, 5, 200, 9, 3, head_dim)
+        key, value, *_ = stored_as(form, key, value)
+        with monkeypatch.context() as other:
+            other.setattr(cpu_library, "functions", lambda: library)
+            found = cpu.attention(query, key, value, mask, head_dim**-0.5)
+        expected = cpu.attention(query, key, value, mask, head_dim**-0.5)
+        torch.testing.assert_close(found, expected, atol=1e-3 if form == "bfloat16" else 1e-6, rtol=0)
 
 
 @needs_kernels
