@@ -199,8 +199,9 @@ def iter_closing(pieces: list[Piece]) -> Iterator[Piece]:
 
 
 def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    """The partial answer stays in the history; a message without an answer does not."""
+    """The partial answer stays in the history; a message without an answer does not, but the images before it do."""
     chat = Chat(thinking.pipeline("text"), {"trace": False, "context_limit": None}, Console(stderr=True))
+    chat.images = [image := {"type": "image_url", "image_url": {"url": "data:,"}}]
     requests = []
 
     def stream(messages: Any, **keywords: Any) -> Iterator[Piece]:
@@ -224,7 +225,8 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "read_message", line)
     chat.run()
     half = {"role": "assistant", "content": "Half an"}
-    asked = [{"role": "user", "content": text} for text in "ABCD"]
+    contents = [*([image, {"type": "text", "text": text}] for text in "AB"), "C", "D"]
+    asked = [{"role": "user", "content": content} for content in contents]
     assert requests == [asked[:1], asked[1:2], [asked[1], half, asked[2]], asked[3:]]
     assert chat.messages == [asked[3], half]
     assert next(events) == "E"

@@ -419,6 +419,14 @@ def test_other_layers_run_in_the_decoder(name, ran):
     assert not ran
 
 
+def test_rotations_by_other_arguments_are_not_reproduced():
+    model = copy.deepcopy(shared_model("llama"))
+    decoder = model.get_decoder()
+    assert static_forward.FusedDecoder.of(decoder, model.config)
+    decoder.rotary_emb.forward = lambda x, seq_len: x
+    assert static_forward.FusedDecoder.of(decoder, model.config) is None
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["llama", "qwen2-window"])
 def test_nodes_that_stay_are_attended_to(name, ran):

@@ -39,7 +39,11 @@ FAMILIES = {
     # Values in more heads than keys, and heads of keys and values that differ in size.
     "qwen3_5_text": dict(linear_num_key_heads=2, linear_value_head_dim=48),
     "qwen3_next": dict(
-        linear_num_key_heads=2, linear_value_head_dim=48, num_hidden_layers=2, layer_types=[RECURRENT, ATTENDING]
+        linear_num_key_heads=2,
+        linear_num_value_heads=8,
+        linear_value_head_dim=48,
+        num_hidden_layers=2,
+        layer_types=[RECURRENT, ATTENDING],
     ),
     "granitemoehybrid": dict(
         num_local_experts=0,
@@ -284,7 +288,7 @@ def test_keys_in_int8_are_near_those_in_bfloat16(family):
     plain = model_of(family, None)
     for layer in plain.get_decoder().layers:
         size = layer.self_attn.head_dim
-        layer.self_attn.k_proj.bias.data.view(-1, size)[:, [size // 2 - 1, -1]] += 50
+        layer.self_attn.k_proj.bias.data.view(2, size)[:, [size // 2 - 1, -1]] += torch.tensor([[50.0], [-50.0]])
     model = copy.deepcopy(plain).bfloat16()
     pack_model(model, "bfloat16")
     targets = [TransformersTarget(plain), target_of(model), target_of(model, "int8")]
