@@ -49,6 +49,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self._alone: set[Sequence] = set()  # not to be stacked again, as a stacked prefill failed
 
+    def allow(self, max_num_seqs: int) -> None:
+        """Let at least this many sequences run."""
+        self.max_num_seqs = max(self.max_num_seqs, max_num_seqs)
+
     def retry_alone(self, sequences: abc.Sequence[Sequence]) -> None:
         """Put stacked sequences back at the head of the queue, to be prefilled one by one."""
         self._alone.update(sequences)

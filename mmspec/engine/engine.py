@@ -93,8 +93,7 @@ class Engine:
             engine = _ENGINES.get(id(target))
             if engine is None:
                 engine = _ENGINES[id(target)] = cls(target, max_num_seqs=max_num_seqs)
-            scheduler = engine.core.scheduler
-            scheduler.max_num_seqs = max(scheduler.max_num_seqs, max_num_seqs)
+            engine.core.scheduler.allow(max_num_seqs)
             return engine
 
     @property
