@@ -367,7 +367,7 @@ def test_products_attention_and_decoders_refuse_other_dtypes_and_sizes():
         (cpu.attention, query, value, value, mask[..., 1:], 1.0),
         *((cpu.write_keys_values, weights, one, turns, *rest) for one, *rest in passes),
     ):
-        with pytest.raises(RuntimeError, match="expected a contiguous tensor|must have equal strides"):
+        with pytest.raises(RuntimeError, match=r"expected a contiguous tensor|must have equal strides"):
             call(*given)
 
 
