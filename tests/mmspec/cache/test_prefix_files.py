@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from safetensors.torch import save
 
 import mmspec
 from mmspec import SamplingParams
@@ -229,16 +230,17 @@ def test_damaged_and_foreign_files_are_ignored(tmp_path):
     renamed = tmp_path / f"{own[0].name[:32]}-{'2' * 32}.safetensors"
     renamed.write_bytes(contents[own[0]])
     assert PrefixFiles(tmp_path, 1)._header(renamed.name) is None
-    lengths: list[int] = []
+    lengths, tokens, form = list[int](), {"tokens": torch.arange(8)}, files_module._FORMAT
     for path in own:
-        for damage in (contents[path][:-1], os.urandom(200)):
+        abouts = None, {"name": path.name}, {form: "{", "name": path.name}
+        for damage in (contents[path][:-1], os.urandom(200), *(save(tokens, one) for one in abouts)):
             path.write_bytes(damage)
             found, known = answered(new_target(model), restarted(tmp_path), prompt)
             assert found == answer
             lengths.append(known)
         path.write_bytes(contents[path])
-    assert sorted(lengths) == sorted(2 * [0, 8, 16, 24, 32, 40, 44])  # where the damaged file begins
-    own[lengths.index(0) // 2].unlink()  # the first block
+    assert sorted(lengths) == sorted(5 * [0, 8, 16, 24, 32, 40, 44])  # where the damaged file begins
+    own[lengths.index(0) // 5].write_bytes(b"")  # the first block
     cache = restarted(tmp_path)
     found, known = answered(new_target(model), cache, prompt)
     assert (found, known < 44) == (answer, True)
@@ -269,14 +271,10 @@ def test_the_least_recently_used_files_are_removed_and_the_ends_of_prefixes_firs
     assert known() == [24, 24, None]
     assert files.find(prefixes[0].tokens, "another key", ()) is None
     media = replace(one_prefix([*range(24)]), key="media", least=18)  # which end after 18 tokens
-    files.folder = tmp_path / "media"
-    list(files.write(media))
-    assert files.find([*range(18), 99], "media", ())[1] == 18
-    assert files.find([*range(17), 99], "media", ()) is None
-    files.folder = tmp_path
-    for path in (tmp_path / "media").iterdir():
-        path.unlink()
-    (tmp_path / "media").rmdir()
+    apart = PrefixFiles(tmp_path.with_name("media"), 1 << 30)
+    list(apart.write(media))
+    assert apart.find([*range(18), 99], "media", ())[1] == 18
+    assert apart.find([*range(17), 99], "media", ()) is None
     size = sum(path.stat().st_size for path in tmp_path.iterdir())
     chain, length = files.find(prefixes[0].tokens, "key", ())
     assert files.read(chain, length, "key", new_target(shared_model("llama"))).tokens == prefixes[0].tokens
@@ -299,6 +297,8 @@ def test_several_processes_share_a_folder(tmp_path, monkeypatch):
     assert other.find(second.tokens, "key", ())[1] == 20
     assert len(list(other.write(second))) == 1  # common blocks are there
     chain, length = one.find(second.tokens, "key", ())
+    (tmp_path / chain[0]).write_bytes(save({name: torch.zeros(1, 1) for name in ("tokens", "cache.0000")}))
+    assert one.read(chain, length, "key", new_target(shared_model("llama"))) is None
     for path in tmp_path.iterdir():  # the other process removes files between find and read
         path.unlink()
     assert one.read(chain, length, "key", new_target(shared_model("llama"))) is None
@@ -332,6 +332,7 @@ def test_files_are_written_while_no_sequence_runs(tmp_path):
     with pipe.engine._changed:
         assert pipe.engine._changed.wait_for(lambda: not cache.pending, 60)
     assert len(list(folder.iterdir())) >= 3
+    assert folder.stat().st_mode & 0o777 == 0o700
     again = mmspec.load("tiny-hybrid", "ngram", prefix_cache=MEMORY, prefix_cache_dir=folder)
     assert again.generate("Work out: 37 + 48", max_new_tokens=2).stats.num_cached_tokens > 8
     # At the end of a process too, of which no files are written twice.

@@ -3,6 +3,7 @@
 import copy
 import json
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_a_layer_that_predicts_the_target_is_accepted(tmp_path):
 
 def test_drafts_choose_from_the_frequent_tokens_unless_the_last_ones_are_others(tmp_path, monkeypatch):
     monkeypatch.setattr(drafters_mtp, "DRAFT_VOCABULARY", 24)
-    monkeypatch.setattr(drafters_mtp, "_RECENT", 1)
+    monkeypatch.setattr(drafters_mtp, "_RECENT", 20)
     model, sizes, steps = shared_model("qwen3_5_text"), [], []
     _, drafter, _ = native(tmp_path, "qwen3_5_text")
     best, observe = ops.top_log_probs, MTP.observe
@@ -117,8 +118,8 @@ def test_drafts_choose_from_the_frequent_tokens_unless_the_last_ones_are_others(
     monkeypatch.setattr(ops, "top_log_probs", lambda x, k: (sizes.append(x.shape[-1]), best(x, k))[1])
     monkeypatch.setattr(MTP, "observe", watched)
     assert_equal(model, drafter, text_inputs(2), num_draft_tokens=1)
-    others = [sum(token >= 24 for token in step) / len(step) for step in steps]
-    expected = [24] + [24 if share <= 1 / 8 else model.config.vocab_size for share in others]
+    mean = lambda share, step: share + sum((token >= 24) - share for token in step) / 20  # noqa: E731
+    expected = [24 if share <= 1 / 8 else model.config.vocab_size for share in accumulate(steps, mean, initial=0.0)]
     assert sizes == expected[: len(sizes)]
     assert len(set(sizes)) == 2
 

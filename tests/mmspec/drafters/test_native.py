@@ -73,13 +73,13 @@ def test_context_and_block_of_dflash_equal_the_modules() -> None:
     config = DFlashConfig(**SHAPE, target_layer_ids=[0, 1], mask_token_id=3, block_size=4, layers=2)
     network = seeded(lambda: DFlashNetwork(config))
     native, ours, theirs = native_of(network), TreeCache(2), TreeCache(2)
-    context, places = torch.randn(1, 7, 64), rotation_at(torch.arange(7))
+    context, places = torch.randn(3, 60, 64), rotation_at(torch.arange(60))  # two rows in the first 128
     native.write(context, places, ours)
     for layer, (keys, values) in zip(theirs.layers, network.context(context, places), strict=True):
         layer.update(keys, values)
     for cache in (ours, theirs):
-        cache.commit_prompt(7, None, 1)
-    block, allowed, places = torch.randn(1, 4, 64), torch.ones(1, 1, 4, 11).bool(), rotation_at(torch.arange(7, 11))
+        cache.commit_prompt(60, None, 3)
+    block, allowed, places = torch.randn(3, 4, 64), torch.ones(3, 1, 4, 64).bool(), rotation_at(torch.arange(60, 64))
     got = network.norm(native(block, places, allowed, ours))
     torch.testing.assert_close(got, run(network, block, places, allowed, theirs), **CLOSE)
 

@@ -199,14 +199,15 @@ def test_the_next_requests_are_answered(name, drafter, kind, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [1, NEW])
-def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limit):
+def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limit, monkeypatch):
     target = matrix.new_target("llama")
     engine = SteppedEngine(target, None, StepPlan(0), max_num_seqs=4, chunk=8)
     (prompt, expected), (other, _) = requests("llama")
     assert other.input_ids.shape[1] > 16
     (running,) = engine.add(prompt, Sampler(), Stopper(40))
     step(engine)
-    told = []
+    told, passes = [], []
+    monkeypatch.setattr(engine.threads, "end_step", passes.append)
     (late,) = engine.add(other, Sampler(), Stopper(limit), sink=lambda delta: told.append(len(late.token_ids)))
     while not late.token_ids:
         assert not running.done
@@ -216,3 +217,4 @@ def test_clients_hear_of_first_tokens_and_ends_of_prompts_of_several_chunks(limi
     assert late.done == (limit == 1)
     engine.wait(lambda: running.done)
     assert running.token_ids[:NEW] == expected
+    assert (passes, 2 in passes) == (sorted(passes, key=[0, 2, 1].index), limit > 1)  # tokens if without a prefill

@@ -176,7 +176,7 @@ def test_an_engine_tries_numbers_of_kernel_threads_without_changing_tokens(monke
     pipe.engine.threads = TorchThreads()
     assert pipe.generate("a", max_new_tokens=24, stopping_criteria=criteria).token_ids == expected
     assert set(seen[:11]) == {1, 2}
-    assert pipe.engine.threads.trial.ended
+    assert (pipe.engine.threads.trial.ended, [*pipe.engine.threads.trial._seconds]) == (True, [1])
     assert len(set(seen[11:])) == 1
     again = pipe.engine.threads.trial.count
     assert pipe.generate("b", max_new_tokens=4, stopping_criteria=criteria).token_ids

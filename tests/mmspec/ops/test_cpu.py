@@ -354,20 +354,21 @@ def test_kernels_take_tensors_of_one_dtype_shape_layout_and_device_alone(x, pack
 
 
 @needs_kernels
-def test_products_and_attention_refuse_other_dtypes_and_widths():
-    layer = BLOCKS["int8"](torch.randn(32, 64))
-    for x in (torch.zeros(2, 64, dtype=torch.float64), torch.zeros(2, 65)):
-        with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
-            cpu.linear(layer.native, x)
-    query, _, value, _ = slots_of(1, 2, 70, 2, 1, 32)
-    for wrong in (value.float(), value[..., :16], cpu.int8_heads(value)[..., :32]):
-        with pytest.raises(RuntimeError, match="expected a contiguous tensor"):
-            cpu.attention(query, wrong, wrong, None, 1.0)
-
-
-def test_reference_kernels_can_be_chosen(monkeypatch):
-    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
-    assert not cpu_library.available()
+def test_products_attention_and_decoders_refuse_other_dtypes_and_sizes():
+    layer, weights = BLOCKS["int8"](torch.randn(32, 64)).native, cpu.sublayers([cpu_library.Sublayer(parts=1)])
+    query, _, value, mask = slots_of(1, 2, 70, 2, 2, 32)
+    x, turns, cache = torch.zeros(2, 3, 64), torch.zeros(1, 2, 3, 2, 8), torch.zeros(2, 2, 1, 5, 16).bfloat16()
+    others = value.float(), value[..., :16], cpu.int8_heads(value)[..., :32], value.contiguous()
+    pairs = [*((query, value, one) for one in others), *((query, one, value) for one in others)]
+    passes = (x.double(), cache, 2), (x[:1], cache, 2), (x, cache, 3), (x, cache[:, :1], 2), (x, cache.float(), 2)
+    for call, *given in (
+        *((cpu.linear, layer, one) for one in (x.double(), x[..., :63])),
+        *((cpu.attention, *one, None, 1.0) for one in (*pairs, (query.double(), value, value))),
+        (cpu.attention, query, value, value, mask[..., 1:], 1.0),
+        *((cpu.write_keys_values, weights, one, turns, *rest) for one, *rest in passes),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected a contiguous tensor|must have equal strides"):
+            call(*given)
 
 
 @needs_kernels
