@@ -152,7 +152,6 @@ def test_calls_answers_and_forms(running, thinks):
             assert plain[0, -len(ids) :].tolist() == ids
 
 
-
 def test_required_calls(running):
     name, pipe, client = running
     script(pipe, " to" if name == "gpt-oss" else "No.")  # without reasoning, which would end at once
