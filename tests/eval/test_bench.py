@@ -253,9 +253,6 @@ def test_drafts_that_are_right_at_a_set_rate():
         (["--requests", "prompts:97"], "expected at most 96 held-out prompts, got 97"),
         (["--methods", "nobody"], "unknown drafter"),
         (["--busy", "-1"], "-1 is not in the range x>=0"),
-        (["--kv-cache-dtypes", "int8"], "int8 needs packed weights"),
-        (["--models", "a,b", "--divergence"], "--peer and --divergence need one model: got 2"),
-        (["--depths", "9999999"], "--depths with --methods must be at most"),
     ],
 )
 def test_mistakes_are_one_line(options, message, folder):
