@@ -95,7 +95,7 @@ def test_edited_histories_use_recurrent_states_within_prompts(name):
         target, cache = new_target(model), PrefixCache(MEMORY)
         expected, _ = answered(new_target(model), None, prompt)
         assert answered(target, cache, prompt, chunk=chunk) == (expected, 0)
-        for place in (length - 1, length - 9, length - 30):
+        for place in (length - 1, length - 9, length - 30, (length - 30) ^ 7):  # twice in a block
             edited = changed(prompt, place)
             expected, _ = answered(new_target(model), None, edited)
             assert answered(target, cache, edited, chunk=chunk) == (expected, place // 8 * 8)
@@ -362,12 +362,15 @@ def test_recurrent_states_are_kept_at_about_equal_distances(monkeypatch):
         assert list(spaced(stops([10, 20, 30, 40], 8))) == known
 
 
-def test_mistakes_are_named(tmp_path):
-    model, options = shared_model("llama"), {"prefix_cache": MEMORY}
+def test_mistakes_are_named(tmp_path, monkeypatch):
+    target, options = new_target(shared_model("llama")), {"prefix_cache": MEMORY}
     with pytest.raises(UserError, match="needs prefix_cache, memory for the states, to be > 0: got 0"):
-        mmspec.Pipeline(new_target(model), prefix_cache_dir=tmp_path)
+        mmspec.Pipeline(target, prefix_cache_dir=tmp_path)
     with pytest.raises(UserError, match="prefix_cache_size must be > 0: got 0"):
-        mmspec.Pipeline(new_target(model), **options, prefix_cache_dir=tmp_path, prefix_cache_size=0)
+        mmspec.Pipeline(target, **options, prefix_cache_dir=tmp_path, prefix_cache_size=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"must be a folder that can be made: got .*File exists: .*file"):
-        mmspec.Pipeline(new_target(model), **options, prefix_cache_dir=tmp_path / "file")
+        mmspec.Pipeline(target, **options, prefix_cache_dir=tmp_path / "file")
+    monkeypatch.setattr(target.model, "_tp_size", 2)
+    with pytest.raises(UserError, match="prefix_cache_dir is read by one process: got a target that is sharded"):
+        mmspec.Pipeline(target, **options, prefix_cache_dir=tmp_path)

@@ -263,16 +263,14 @@ def test_the_command_between_servers(servers, capfd):
         assert main(["check", "--url", one.url, "--against", one.url, "--api-key", "sesame", "--only", "list"]) == 0
 
 
-FULL = Question.user(
-    "Hi", max_tokens=3, temperature=0.5, top_k=4, top_p=0.25, seed=6, stop="x", n=2, min_tokens=1, top_logprobs=7
-)
+SAMPLED = {"temperature": 0.5, "top_k": 4, "top_p": 0.25, "min_p": 0.1, "repetition_penalty": 1.5, "stop": "x"}
+FULL = Question.user("Hi", max_tokens=3, seed=6, n=2, min_tokens=1, top_logprobs=7, **SAMPLED)
 NO_MODEL = SimpleNamespace(context_limit=9, adapters=(), processor=SimpleNamespace(chat_template_text=lambda: ""))
 
 
 def test_all_fields_of_questions():
     full = replace(FULL, tools='[{"a": 1}]', adapter="b")
-    params = {"temperature": 0.5, "top_k": 4, "top_p": 0.25, "stop": "x", "max_new_tokens": 3, "min_new_tokens": 1}
-    assert full.params(2) == SamplingParams(**params, seed=8)
+    assert full.params(2) == SamplingParams(**SAMPLED, max_new_tokens=3, min_new_tokens=1, seed=8)
     side = LocalSide(NO_MODEL, size=5).limited(8)
     common = {"num_draft_tokens": 5, "context_limit": 8}
     assert side.keywords(full) == {**common, "logprobs": 7, "adapter": "b", "tools": [{"a": 1}]}
@@ -331,8 +329,8 @@ def test_replies_and_requests_of_a_server(model, replies, limit, accepted, monke
     assert side.count(replace(FULL, tools='[{"a": 1}]', adapter="two")) == 12
     side.ask(Question.user("Hi"))
     messages = {"messages": [{"role": "user", "content": "Hi"}]}
-    full = {**messages, "max_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.25, "seed": 6, "stop": "x", "n": 2}
-    full |= {"min_tokens": 1, "model": model}
+    full = {**messages, **SAMPLED, "repeat_penalty": 1.5, "max_tokens": 3, "seed": 6, "n": 2, "min_tokens": 1}
+    full["model"] = model
     assert bodies == [
         {**full, "logprobs": True, "top_logprobs": 7},
         {**full, "max_tokens": 1, "tools": [{"a": 1}], "model": "two"},

@@ -25,7 +25,6 @@ import mmspec
 from mmspec.cli import chat as module
 from mmspec.cli.chat import Chat, read_message
 from mmspec.cli.session import Answer
-from mmspec.errors import UserError
 from mmspec.pipeline import Piece
 from mmspec.vision.embedded import samples
 from tests import thinking
@@ -53,13 +52,9 @@ def counts(err: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("model", "asked", "first", "second"),
     [
-        (
-            "tiny-llava",
-            ['/image "{path}"', "Describe the image."],
-            "Describe the image.",
-            "How many objects are there?",
-        ),
+        ("tiny-llava", ['/image "{path}"', "Describe the image."], "Describe the image.", "How many objects?"),
         ("tiny-llava", ['Describe the image. "{path}"'], "Describe the image.", "How many objects are there?"),
+        ("tiny-llava", ["Describe the image. {escaped}"], "Describe the image.", "How many objects are there?"),
         ("tiny-hybrid", [FIRST], FIRST, "And with 4 bags?"),
     ],
 )
@@ -69,7 +64,8 @@ def test_a_turn_continues_the_one_before_and_reads_only_what_is_new(
     """A hybrid's states are kept after a whole prompt, and after an answer that does not end among draft tokens."""
     path = tmp_path / "a picture's copy.png"
     path.write_bytes(SCENE.read_bytes())
-    typed(*(line.format(path=path) for line in asked), "", second, f"/save {tmp_path / 'chat.json'}")
+    names = {"path": path, "escaped": re.sub(r"(?=[ '])", r"\\", str(path))}  # as terminals paste them
+    typed(*(line.format(**names) for line in asked), "", second, f"/save {tmp_path / 'chat.json'}")
     status, out, err = run("--model", "smollm2", model, "--max-new-tokens", "40", "-c", "400")
     assert status == 0
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
@@ -210,12 +206,13 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
             yield Piece("Half an", [5, 6, 7], parts=[("", "Half"), ("", " an"), ("", "")])
         raise KeyboardInterrupt
 
-    events: Iterator[Any] = iter(["A", "B", "unsent", "C", "/reset", KeyboardInterrupt, "D", KeyboardInterrupt, "E"])
+    events: Iterator[Any] = iter(["A", "B", "unsent", "C", "/reset", KeyboardInterrupt, "/d/e", KeyboardInterrupt, "E"])
 
     def line() -> str:
         text = next(events, None)
         if text is None:
             raise EOFError
+        chat.images += [image] * (text == "/reset")
         monkeypatch.setattr(module, "_typed", lambda: "unsent" if text == "unsent" else "")
         if text in ("unsent", KeyboardInterrupt):
             raise KeyboardInterrupt
@@ -225,7 +222,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "read_message", line)
     chat.run()
     half = {"role": "assistant", "content": "Half an"}
-    contents = [*([image, {"type": "text", "text": text}] for text in "AB"), "C", "D"]
+    contents = [*([image, {"type": "text", "text": text}] for text in "AB"), "C", "/d/e"]
     asked = [{"role": "user", "content": content} for content in contents]
     assert requests == [asked[:1], asked[1:2], [asked[1], half, asked[2]], asked[3:]]
     assert chat.messages == [asked[3], half]
@@ -241,6 +238,17 @@ def test_refused_before_a_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPa
     assert_user_error(run("tiny-hybrid"), "a chat reads messages from standard input, which is closed")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert_user_error(run("tiny-hybrid"), "a chat runs in one process: got one of 2 ranks of a job")
+
+
+def test_options_of_answers_and_templates(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("mmspec.cli.session.fix_threads", seen.append)
+    monkeypatch.setattr(Chat, "run", lambda chat: seen.append(chat.keywords))
+    options = ("--chat-template-kwargs", '{"a": 1}', "--reasoning-parser", "none", "--generation-config", "mmspec")
+    assert run("tiny-hybrid", "--threads", "3", "--show-drafts", *options)[0] == 0
+    threads, keywords = seen
+    expected = {"trace": True, "chat_template_kwargs": {"a": 1}, "reasoning": "none", "max_new_tokens": 4096}
+    assert (threads, keywords | expected) == (3, keywords)
 
 
 @pytest.mark.long
@@ -292,14 +300,13 @@ def test_on_a_terminal(tmp_path: Path) -> None:
 
 
 def test_a_message_is_text(typed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of special tokens in messages are no special tokens, also in a saved file."""
+    """Names of special tokens in messages are no special tokens, also in a saved file. Failing files end a chat."""
     pipe = thinking.pipeline("text")
     chat = Chat(pipe, {"trace": False, "context_limit": None}, Console(stderr=True))
     seen = []
-    monkeypatch.setattr(pipe.engine, "submit", lambda request, *_: seen.append(request) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        chat.ask("</s>")
+    monkeypatch.setattr(pipe.engine, "submit", lambda request, *_: seen.append(request) or os.close(-1))
+    typed("</s>")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        chat.run()
     ids = seen[0].prompt.input_ids[0].tolist()
     assert ids.count(thinking.END) == 1
-    with pytest.raises(UserError, match="unknown command"):
-        chat.take("/quit")

@@ -105,11 +105,8 @@ def test_texts_and_limits(client):
     cut = both(client, max_tokens=4)
     assert (cut.content[0].text, cut.stop_reason, cut.usage.output_tokens) == ("It r", "max_tokens", 4)
     stopped = both(client, stop_sequences=["snow", ". Or"])
-    assert (stopped.content[0].text, stopped.stop_reason, stopped.stop_sequence) == (
-        "It rains",
-        "stop_sequence",
-        ". Or",
-    )
+    assert (stopped.content[0].text, stopped.stop_sequence) == ("It rains", ". Or")
+    assert stopped.stop_reason == "stop_sequence"
     usage, counted = whole.usage, client.messages.count_tokens(model="tiny", messages=USER).input_tokens
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted
     assert next(iter(raw_events(client)))["message"]["usage"] == {"input_tokens": counted, "output_tokens": 0}
@@ -149,7 +146,7 @@ def test_a_conversation_is_that_of_chat_completions(client):
         {
             "role": "assistant",
             "content": [
-                {"type": "thinking", "thinking": "Hm.", "signature": "x"},
+                *({"type": "thinking", "thinking": text, "signature": "x"} for text in ("H", "m.")),
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "See."},
                 {"type": "tool_use", "id": used.id, "name": "weather", "input": FIRST, **cache},
@@ -175,10 +172,11 @@ def test_a_conversation_is_that_of_chat_completions(client):
         {"role": "user", "content": "And?"},
     ]
     system = [{"type": "text", "text": "Be", **cache}, {"type": "text", "text": "brief."}]
-    body = {"messages": messages, "system": system, "max_tokens": 5}
+    body = {"messages": messages, "system": system, "max_tokens": 5, "output_config": {"effort": "low"}}
     asked_of = parse(MessagesRequest, json.dumps(body).encode())
     chat = parse(ChatCompletionRequest, json.dumps({"messages": wanted}).encode())
-    assert conversation(asked_of.messages, False) == conversation(chat.messages, False)
+    found = conversation(asked_of.messages, False)
+    assert (found, asked_of.reasoning_effort) == (conversation(chat.messages, False), "low")
     text = parse(MessagesRequest, json.dumps({**body, "system": "Be\nbrief."}).encode())
     assert conversation(text.messages, False) == conversation(chat.messages, False)
 
@@ -239,11 +237,11 @@ def test_fields_of_agents_are_ignored_and_counted(server):
         "context_management": {"edits": []},
         "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
         "thinking": {"type": "adaptive", "display": "omitted"},
-        "output_config": {"effort": "high"},
+        "output_config": {"effort": "high", "format": {"type": "json_schema", "schema": {"const": 5}}},
     }
     before = figures(server)
     answer = httpx.post(f"{server.url}/v1/messages?beta=true", json={**body, **extra}, headers={"anthropic-beta": "x"})
-    assert answer.status_code == 200, answer.text
+    assert json.loads(answer.json()["content"][0]["text"]) == 5, answer.text
     grown = {
         name.rpartition("/")[2]
         for name, value in figures(server).items()
@@ -289,9 +287,8 @@ def test_keys_and_other_errors(pipe):
                 with pytest.raises(anthropic.NotFoundError, match="unknown model"):
                     client.messages.create(**{**fields, "model": "claude"})
         for key, status in (("secret", 200), ("other", 401), ("", 401)):
-            assert (
-                httpx.post(f"{server.url}/v1/messages", json=fields, headers={"x-api-key": key}).status_code == status
-            )
+            response = httpx.post(f"{server.url}/v1/messages", json=fields, headers={"x-api-key": key})
+            assert response.status_code == status
         with client_of(server, api_key="other") as client:
             with pytest.raises(anthropic.AuthenticationError) as caught:
                 client.messages.create(**fields)
@@ -299,8 +296,13 @@ def test_keys_and_other_errors(pipe):
 
 
 def test_an_error_in_a_stream(server, monkeypatch):
-    """After the first event, the error is an event, which the client raises."""
-    monkeypatch.setattr(AnswerReader, "append", at_call(2, AnswerReader.append))
+    """After the first event, the error is an event, which the client raises; a line in Ollama's API."""
+    append = AnswerReader.append
+    monkeypatch.setattr(AnswerReader, "append", at_call(2, append))
+    sent = httpx.post(f"{server.url}/api/chat", json=asked(model="tiny-llava")).text.splitlines()
+    *_, said, failed = map(json.loads, sent)
+    assert (said["done"], "internal error" in failed["error"]) == (False, True)
+    monkeypatch.setattr(AnswerReader, "append", at_call(2, append))
     events = []
     with client_of(server) as client:
         stream = client.messages.create(**asked(model="tiny-llava"), stream=True)

@@ -59,8 +59,7 @@ def test_chats(client):
     assert (cut.message.content, cut.done_reason, cut.eval_count) == ("It r", "length", 4)
     stopped = both(client.chat, messages=USER, options={"stop": ["snow", ". Or"], "num_predict": -1})
     assert (stopped.message.content, stopped.done_reason) == ("It rains", "stop")
-    (text,) = [both(client.generate, prompt=USER[0]["content"]).response]
-    assert text == "It rains. Or not."
+    assert both(client.generate, prompt=USER[0]["content"]).response == "It rains. Or not."
     pipeline("hermes").model.generation_config.sequence_bias = None
     sampled = {"temperature": 5.0, "seed": 7, "top_k": 50, "num_predict": 9}
     first, again, other = (
@@ -81,9 +80,12 @@ def test_formats(client):
 def test_calls(client):
     calls = [("weather", FIRST), ("weather", SECOND)]
     scripted("Let me see.\n" + written(*calls), tools=(TOOL,))
-    message = both(client.chat, messages=USER, tools=[TOOL]).message
-    assert message.content == "Let me see."
+    whole, body = both(client.chat, messages=USER, tools=[TOOL]), {"model": "tiny", "tools": [TOOL], "stream": False}
+    message = whole.message
+    assert (message.content, whole.prompt_eval_duration < whole.eval_duration) == ("Let me see.", True)  # many steps
     assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == calls
+    message = client._client.post("/api/chat", json={**body, "messages": USER}).json()["message"]
+    assert [call["function"]["index"] for call in message["tool_calls"]] == [0, 1]
     rendered = [
         *USER,
         {"role": "assistant", "content": "Let me see.", "tool_calls": [
@@ -93,7 +95,8 @@ def test_calls(client):
     ]  # fmt: skip
     scripted("Rain.", rendered, tools=(TOOL,))
     result = {"role": "tool", "content": "rain", "tool_name": "weather"}
-    assert both(client.chat, messages=[*USER, message, result], tools=[TOOL]).message.content == "Rain."
+    answer = client._client.post("/api/chat", json={**body, "messages": [*USER, message, result]}).json()
+    assert answer["message"]["content"] == "Rain."
 
 
 def test_thinking():
@@ -156,10 +159,10 @@ def test_descriptions(server, tiny_llava):
 
 def test_slots_that_run(server, slow):
     slow(0.2)
-    body = {"prompt": "a", "stream": True, **LONG}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
+    body = {"model": "tiny-llava", "prompt": "a", **LONG}
+    with httpx.stream("POST", f"{server.url}/api/generate", json=body) as stream:
         lines = stream.iter_lines()
-        assert json.loads(next(lines)[6:])["choices"]
+        assert (json.loads(next(lines))["done"], stream.headers["content-type"]) == (False, "application/x-ndjson")
         slots = httpx.get(f"{server.url}/slots").json()
         assert [slot["is_processing"] for slot in slots] == [True] + [False] * 7
 

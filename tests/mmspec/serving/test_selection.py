@@ -71,7 +71,8 @@ def test_adapters_are_models(tmp_path):
     texts = [expected(*one) for one in asked]
     with served(pipe, Limits(max_running=4, max_waiting=16)) as server:
         listed = httpx.get(f"{server.url}/v1/models").json()["data"]
-        assert [one["id"] for one in listed] == ["tiny-llava", "one", "two"]
+        tags = httpx.get(f"{server.url}/api/tags").json()["models"]
+        assert [one["id"] for one in listed] == [one["name"] for one in tags] == ["tiny-llava", "one", "two"]
         with ThreadPoolExecutor(9) as threads:
             answers = [
                 found.json() for found in threads.map(lambda one: server.post(question(one[1], model=one[0])), asked)

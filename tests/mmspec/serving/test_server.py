@@ -167,10 +167,10 @@ def test_mistakes_are_one_line(options, message, capfd):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ("", {"adapt": None, "drafter": "auto", "others": [], "rest": ("127.0.0.1", 8000)}),
+        ("", {"adapt": None, "drafter": "auto", "others": [], "rest": ("127.0.0.1", 8000), "prefix_cache": 1 << 31}),
         ("--adapt", {"adapt": AdaptOptions()}),
         ("--adapt-folder . --adapt-space 64", {"adapt": AdaptOptions(Path(), 64)}),
-        ("--drafter ngram", {"drafter": "ngram", "others": []}),
+        ("--drafter ngram --prefix-cache-dir .", {"drafter": "ngram", "others": [], "prefix_cache_dir": Path()}),
         (
             "--drafter ngram --drafter recycle --max-draft-tokens 9",
             {"drafter": "ngram", "others": ["recycle"], "max_draft_tokens": 9},
@@ -204,7 +204,7 @@ def test_formats_are_those_of_the_command_line():
 
 
 def test_a_port_in_use(capfd):
-    with listen("127.0.0.1", 0) as taken:
+    with listen("::" if socket.has_dualstack_ipv6() else "127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
         assert capfd.readouterr().err == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"
