@@ -73,7 +73,10 @@ class SublayerStack:
         self._decoder: Any = decoder
         self._rotary: Any = getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
         self._embed: Any = getattr(decoder, "embed_tokens", None) or decoder.embeddings
-        self._norm: Any = next(getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name))
+        norms = [getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name)]
+        if not norms:
+            raise ValueError(f"the decoder must end with a norm named as one of {_FINAL_NORMS}")
+        self._norm: Any = norms[0]
         self._last = gain_of(self._norm).float().contiguous(), epsilon_of(self._norm)
         self._scale = float(getattr(decoder, "embedding_multiplier", 1.0))
         self._scales_given = True  # whether embeddings given in place of token ids are scaled

@@ -255,6 +255,7 @@ def other_norm(model):
         (doubled, "computes more than its layers and norm"),
         (lambda model: setattr(model.get_decoder().layers[-1].self_attn, "attn_logit_softcapping", 9), "no cap"),
         (lambda model: setattr(model.get_decoder().layers[0], "linear_attn", nn.Linear(64, 64)), "expected norms"),
+        (lambda model: delattr(model.get_decoder(), "norm"), "must end with a norm"),
     ],
 )
 def test_other_layers_are_refused(change, message):
