@@ -45,7 +45,7 @@ _OUTER_NORMS = {"_bn0": "embeddings.batchnorm", "_bn1": "encoder.top_bn"}
 
 
 def in_blocks(grid: Tensor) -> Tensor:
-    """Reorder a grid, (..., rows, columns), by blocks of 2 x 2 positions, which a language model then reads in turn."""
+    """Reorder a grid, (..., rows, columns), by blocks of 2 x 2 positions: all positions of a block are adjacent."""
     *outer, rows, columns = grid.shape
     blocks = grid.reshape(*outer, rows // 2, 2, columns // 2, 2)
     return blocks.transpose(-3, -2).reshape(grid.shape)

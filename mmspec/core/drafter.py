@@ -8,7 +8,6 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any, Self, TypeVar
 
 import torch
@@ -177,10 +176,6 @@ class Drafter(ABC):
         return self.fork(target) if self.learns else self
 
 
-def _of_drafter(name: str) -> Any:
-    return property(attrgetter(f"drafter.{name}"))
-
-
 class Wrapper(Drafter):
     """Base class of drafters that delegate all calls to a wrapped drafter."""
 
@@ -190,18 +185,45 @@ class Wrapper(Drafter):
         self.drafter.attach(target)
         self._target = target
 
-    begin: Any = _of_drafter("begin")
-    select: Any = _of_drafter("select")
-    propose: Any = _of_drafter("propose")
-    observe: Any = _of_drafter("observe")
-    begin_idle: Any = _of_drafter("begin_idle")
-    continuations: Any = _of_drafter("continuations")
-    failure: Any = _of_drafter("failure")
-    draft_chains: Any = _of_drafter("draft_chains")
-    checks: Any = _of_drafter("checks")
-    features: Any = _of_drafter("features")
-    tree_size: Any = _of_drafter("tree_size")
-    members: Any = _of_drafter("members")
+    def begin(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> None:
+        self.drafter.begin(prompt, output, history)
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.drafter.select(rows)
+
+    def propose(self, token: Tensor, plan: StepPlan) -> TokenTree:
+        return self.drafter.propose(token, plan)
+
+    def observe(self, tree: TokenTree, verdict: Verdict, output: TargetOutput) -> None:
+        self.drafter.observe(tree, verdict, output)
+
+    def begin_idle(self, prompt: Prompt, output: TargetOutput, history: list[list[int]]) -> Sequence[Any]:
+        return self.drafter.begin_idle(prompt, output, history)
+
+    def continuations(self, row: int, path: Sequence[int]) -> Sequence[tuple[int, float]]:
+        return self.drafter.continuations(row, path)
+
+    def failure(self, row: int) -> str:
+        return self.drafter.failure(row)
+
+    @property
+    def checks(self) -> str:
+        return self.drafter.checks
+
+    def draft_chains(self, length: int) -> None:
+        self.drafter.draft_chains(length)
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        return self.drafter.features
+
+    @property
+    def tree_size(self) -> int | None:
+        return self.drafter.tree_size
+
+    @property
+    def members(self) -> list[Drafter]:
+        return self.drafter.members
 
 
 class Guard(Wrapper):

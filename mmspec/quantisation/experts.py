@@ -22,7 +22,7 @@ _BIASES = "gate_up_proj_bias", "down_proj_bias"
 
 
 class PackedExperts(nn.Module):
-    """Experts of a module of transformers, with its forward. Layers have the rows of all experts in turn.
+    """Experts of a module of transformers, with its forward. A layer joins the rows of all experts.
 
     Args:
         gate_up: one layer with gates and ups, or two layers.
