@@ -8,6 +8,7 @@ import torch
 from mmspec import progress
 from mmspec.core import drafter
 from mmspec.ops import kernels
+from mmspec.ops.cpu import use_kernel_threads
 from mmspec.targets import templates
 from tests import split_models
 from tests.leftovers import Leftovers
@@ -86,9 +87,10 @@ def split_head(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def same_threads():
-    """Torch's number of threads after a test is that before it."""
+    """Torch's number of threads after a test is that before it, and the kernels' number is torch's."""
     before = torch.get_num_threads()
     yield
+    use_kernel_threads(0)
     if torch.get_num_threads() != before:
         torch.set_num_threads(before)
 

@@ -119,7 +119,7 @@ def kernel_threads() -> int:
 
 
 def use_kernel_threads(count: int) -> None:
-    """Set the number of threads of C++ kernels in calls from this thread. Results do not depend on it."""
+    """Set the number of threads of C++ kernels in calls from this thread; 0: torch's. Results do not depend on it."""
     _LOCAL.kernels = count
 
 
