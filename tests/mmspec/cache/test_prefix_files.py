@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save
 
 import mmspec
@@ -22,8 +23,10 @@ from mmspec.core.target import Prompt, State, Stop, spaced
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
+from mmspec.ops import cpu_library
 from mmspec.sampling import defaults
 from mmspec.targets import transformers_target
+from mmspec.targets.packing import pack_model
 from mmspec.targets.support import fingerprint
 from tests.conversations import Reader, answered, followed, new_target, prompts_of
 from tests.decoding import SteppedEngine
@@ -155,7 +158,7 @@ def test_a_prefix_ends_after_its_media(tmp_path):
     assert answered(new_target(model), restarted(tmp_path), other)[1] == 0
 
 
-def test_states_of_another_model_or_dtype_are_not_used(tmp_path):
+def test_states_of_another_model_dtype_or_version_are_not_used(tmp_path, monkeypatch):
     model = copy.deepcopy(shared_model("llama"))
     prompt = Prompt(text_inputs(1, 20)["input_ids"])
     saved(tmp_path, model, [prompt])
@@ -182,6 +185,28 @@ def test_states_of_another_model_or_dtype_are_not_used(tmp_path):
     configured.config.rms_norm_eps *= 2
     assert fingerprint(configured) != known
     assert fingerprint(copy.deepcopy(model).double()) != known
+    other = copy.deepcopy(model)
+    other.model.rotary_emb.inv_freq *= 2
+    found, projection = {known, fingerprint(other)}, other.model.layers[1].self_attn.q_proj
+    same_bytes = [torch.Tensor.t, lambda x: x.reshape(2, -1), lambda x: x.view(torch.int32)]
+    for change in same_bytes:
+        projection.weight = torch.nn.Parameter(change(model.model.layers[1].self_attn.q_proj.weight.data), False)
+        found.add(fingerprint(other))
+    for place, name, value in (
+        *((package, "__version__", "0.1") for package in (torch, transformers)),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
+        *((cpu_library, "build", lambda: "other"), (os, "environ", {**os.environ, "MMSPEC_KERNELS": "reference"})),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, value)
+            found.add(fingerprint(model))
+    assert len(found) == 10
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    for one in (model, configured):
+        pack_model(one, "bfloat16")  # torch's kernels keep weights that are no tensors of the module
+    configured.config.rms_norm_eps /= 2
+    configured.lm_head._weight = configured.lm_head.rows(torch.arange(89, -1, -1))._weight
+    assert fingerprint(configured) != fingerprint(model)
     with torch.device("meta"), pytest.raises(UserError, match="needs weights in memory: model"):
         fingerprint(type(model)(model.config))
 

@@ -1,6 +1,7 @@
 """Text models as targets, and unsupported models."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -367,6 +368,11 @@ def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit)
         UserError, match=rf"^{kind} rotary embeddings change at 16 tokens: .*, got 4 and up to 13 more$"
     ):
         prefilled(target, prompt, [12, 5])
+    loose = TransformersTarget(target.model, exact=False)  # of a draft model
+    copied, model = copy.deepcopy((loose, loose.model))
+    assert copied.model is model
+    for one in (loose, loose.fork(), copied, pickle.loads(pickle.dumps(loose))):
+        prefilled(one, prompt, [12, 5])
 
 
 @pytest.mark.parametrize(
