@@ -265,6 +265,15 @@ def test_models_and_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatc
         TransformersTarget(shared_model("bamba"))
 
 
+def test_layers_with_states_are_on_one_device():
+    places = {"_hf_hook": SimpleNamespace(execution_device="cpu"), "hf_device_map": {"lm_head": "cpu", "model": "meta"}}
+    for fields in ({"_tp_size": 2}, places):
+        model = copy.deepcopy(shared_model("bamba"))
+        vars(model).update(fields)
+        with pytest.raises(UserError, match="^layers with states .* one device: BambaForCausalLM is split over several$"):
+            TransformersTarget(model)
+
+
 @pytest.mark.skipif("dory" not in TEXT_CONFIGS, reason="the installed transformers has no Dory")
 def test_loops_over_layers():
     model = copy.deepcopy(shared_model("dory"))
