@@ -146,6 +146,14 @@ def test_rows_of_a_batch_are_saved_and_found(name, tmp_path):
     assert all(row.stats.num_cached_tokens >= least // 8 * 8 for row in rows)
 
 
+def test_prompts_that_are_never_read_in_parts_are_not_kept():
+    model = copy.deepcopy(shared_model("mamba2"))
+    model.config.time_step_limit = (0.0, 0.1)
+    target, cache, prompt = new_target(model), PrefixCache(MEMORY), Prompt(text_inputs(1, 20)["input_ids"])
+    expected = answered(new_target(model), None, prompt)
+    assert [answered(target, cache, prompt) for _ in range(2)] == [expected] * 2
+
+
 def test_a_prefix_ends_after_its_media(tmp_path):
     model = shared_model("qwen3_vl")
     prompt = prompt_of(video_inputs("qwen3_vl"))

@@ -144,10 +144,18 @@ def test_code_runs_when_it_is_trusted(tmp_path, ran, capsys):
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected.token_ids
 
 
-def test_other_errors_stay_as_they_are(tmp_path):
+def test_other_errors_stay_as_they_are(folder, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="Unrecognized model"):
         from_pretrained(AutoConfig, tmp_path)
+    for message in ("expected another type", "f() got an unexpected keyword argument 'depth'"):  # of no option
+
+        def fails(*given, message=message, **options):
+            raise TypeError(message)
+
+        monkeypatch.setattr(sources.Source, "model", fails)
+        with pytest.raises(TypeError, match=re.escape(message)):
+            mmspec.load(str(folder), drafter=None, revision="main")
 
 
 def test_nothing_else_reads_what_may_hold_code():

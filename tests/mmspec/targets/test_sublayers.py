@@ -13,6 +13,7 @@ import mmspec
 from mmspec import TokenTree, accept_path
 from mmspec.core.target import Prompt, output_of
 from mmspec.eval.harness.small_configs import random_model, small_config
+from mmspec.quantisation.blocks import BLOCKS
 from mmspec.ssm.layers import RecurrentLayers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.sublayers import SublayerStack
@@ -251,6 +252,16 @@ def weighted(model):
     model.get_decoder().layers[-1].self_attn.A = nn.Parameter(torch.ones(1))
 
 
+def another_norm(model):
+    layer = model.get_decoder().layers[0]
+    layer.another = copy.deepcopy(layer.input_layernorm)
+
+
+def partly_quantised(model):
+    mlp = model.get_decoder().layers[0].mlp
+    mlp.gate_proj = BLOCKS["bfloat16"](mlp.gate_proj.weight)
+
+
 def chunked(model):
     model.config.layer_types, model.config.attention_chunk_size = ["chunked_attention"] * len(model.model.layers), 8
 
@@ -271,6 +282,8 @@ def scaled_later(model):
         (doubled, "computes more than its layers and norm"),
         (lambda model: setattr(model.get_decoder().layers[-1].self_attn, "attn_logit_softcapping", 9), "no cap"),
         (weighted, "no weights of its own"),
+        (another_norm, "one or two norms for each of 2 parts of a layer: got 3"),
+        (partly_quantised, "weights of which only some are quantised"),
         (chunked, "a window or none: got chunks"),
         (scaled_later, "the kernels do not reproduce Qwen3_5DecoderLayer"),
         (lambda model: setattr(model.get_decoder().layers[0], "linear_attn", nn.Linear(64, 64)), "expected norms"),

@@ -26,7 +26,7 @@ from mmspec.targets.decoder import Decoder
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows, refuse_switch, rope_side
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import FirstLayers, TransformersTarget
 from mmspec.targets.tree_layers import tree_layers
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
@@ -270,7 +270,9 @@ def test_layers_with_states_are_on_one_device():
     for fields in ({"_tp_size": 2}, places):
         model = copy.deepcopy(shared_model("bamba"))
         vars(model).update(fields)
-        with pytest.raises(UserError, match="^layers with states .* one device: BambaForCausalLM is split over several$"):
+        with pytest.raises(
+            UserError, match="^layers with states .* one device: BambaForCausalLM is split over several$"
+        ):
             TransformersTarget(model)
 
 
@@ -552,6 +554,8 @@ def test_a_target_alone_decodes(drafter, nodes):
 
 def test_its_limits_hold():
     pipe = Pipeline(Table(), Processor(byte_tokenizer()))
+    with pytest.raises(UserError, match="^an early exit requires a target that is a model of transformers"):
+        FirstLayers(pipe.target, 1)
     with pytest.raises(UserError, match=r"context of 200 tokens: got 200$"):
         pipe.generate("x" * 200)
     assert len(pipe.generate("x" * 190, max_new_tokens=99).token_ids) <= 10
