@@ -19,6 +19,7 @@ from mmspec import UserError
 from mmspec.cli import main
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
+from mmspec.targets import sources
 from mmspec.targets.checkpoints import from_pretrained, is_on_hub
 from mmspec.targets.support import computing_devices, input_device, is_split
 from tests.model_folders import save_llava, save_text_model
