@@ -71,7 +71,7 @@ class PackedLinear(nn.Module, ABC):
         part = object.__new__(type(self))
         nn.Module.__init__(part)
         part.in_features = self.in_features
-        part.register_buffer("bias", None if self.bias is None else self.bias[index])
+        part.register_buffer("bias", None if self.bias is None else self.bias[index].contiguous())  # for oneDNN
         part.takes = self.takes
         part._store(*(rows[: self.out_features][index] for rows in self._parts()))
         return part

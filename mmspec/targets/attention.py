@@ -194,12 +194,13 @@ def tree_attention(
         return read, None
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    to_all = None if causal or attention_mask is not None else _tower_attention(query, key, value, scaling)
-    if to_all is not None:
-        return to_all, None
+    scaled = not any(options.get(name) for name in ("dropout", "softcap")) and options.get("position_bias") is None
+    to_all = scaled and not causal and attention_mask is None
+    if to_all and (found := _tower_attention(query, key, value, scaling)) is not None:
+        return found, None
     masked = query.shape[2] == 1 if attention_mask is None else attention_mask.shape[1] == 1
     grouped = masked and key.shape[1] < query.shape[1] and query.device.type == "cpu"
-    if not grouped or any(options.get(name) for name in ("dropout", "softcap")) or "position_bias" in options:
+    if not grouped or not scaled:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     return _grouped_attention(query, key, value, attention_mask, scaling), None
 

@@ -226,6 +226,7 @@ def test_info_shows_what_a_file_or_folder_contains(run, model, tmp_path):
     assert shown["set_aside"] == last
     read = {"embedding_length": "hidden_size", "rope.freq_base": "read", "vocab_size": "changes nothing"}
     assert {key: shown["keys"][key] for key in read} == read
+    assert [*shown["keys"]] == sorted(shown["keys"])
     assert last
     config = mmspec.load(str(file), drafter=None).model.config
     for facts, own in ((shown, config), (_described(run, model), AutoConfig.from_pretrained(model))):

@@ -62,8 +62,12 @@ def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp
     source, original = opened(family, tmp_path), projectors.model(family)
     if family in projectors.WITH_TORCHVISION and not is_torchvision_available():
         found = projectors.pixels(family)
-        merge = source._projector._media()[1].get("spatial_merge_size", 1)
-        assert merge == getattr(original.config, "spatial_merge_size", 1)
+        _, options, parts = source._projector._media()
+        assert options.get("spatial_merge_size", 1) == getattr(original.config, "spatial_merge_size", 1)
+        if family != "lfm2_vl":
+            (images,), square = parts.values(), {"height": 8, "width": 8}
+            assert {"patch_size": square, "size": {"longest_edge": 64}}.items() <= images.items()
+            assert options["patch_size"] == 8
         with pytest.raises(mmspec.UserError, match=r"reading images with .*needs the package torchvision"):
             source.processor(VisionProcessor)
     else:
@@ -75,6 +79,9 @@ def test_logits_and_inputs_are_those_of_the_model_that_was_converted(family, tmp
         assert type(processor.plain).__name__ == type(plain).__name__
         expected = plain(text=[text], images=[PICTURE], return_tensors="pt", **options)
         assert set(found) == set(expected) - {"attention_mask"}
+        if family.startswith("qwen"):
+            images, videos = (source._projector._media()[2][f"Qwen2VL{kind}Processor"] for kind in ("Image", "Video"))
+            assert videos == images
         for name, value in found.items():
             assert torch.equal(value, expected[name]), name
     built, weights = model_of(source), original.state_dict()

@@ -217,9 +217,12 @@ def test_weights_return_when_acceptance_falls_and_only_proven_ones_are_kept(tmp_
     (kept,) = tmp_path.glob("medusa/*")
     assert kept.name == "00000001"
     assert same(weights(adapting(folder=tmp_path)), before)
-    ended(pipe, 1.5)  # back by one replacement
+    ended(pipe, 2.06)  # lower by more: back by one replacement
     assert head.rollbacks == 4
     assert same(weights(pipe), before)
+    ended(pipe, 2.1, 9)  # up to 2.34 in the last requests, with which the next ones are compared
+    ended(pipe, 2.2)
+    assert head.rollbacks == 5
 
 
 @pytest.mark.parametrize("place", [1, 2, 3, 5])
@@ -273,6 +276,20 @@ def test_a_table_is_kept_on_disk_and_learns_on(tmp_path):
     (newer,) = tmp_path.glob("recycle/*")
     assert newer.name > folder.name
     assert len(Recycle.from_checkpoint(newer)._table) > len(before)
+
+
+def test_a_table_beside_a_head_is_written_once_its_time_has_passed(tmp_path, monkeypatch):
+    monkeypatch.setattr(adaptation, "_SECONDS", 0.0)
+    drafters = [Recycle(), tiny_drafter("medusa", shared_model("llama"))]
+    pipe = pipeline("llama", Union(drafters), AdaptOptions(tmp_path))
+    pipe.engine.idle.clear()
+    tokens(pipe, text_inputs(length=6, seed=2))
+    pipe.engine.drain()
+    for _ in range(9):
+        pipe.adaptation.turn()
+    assert not pipe.adaptation.pending
+    assert pipe.adaptation.heads[0].answers == 1
+    assert len(list(tmp_path.glob("recycle/*"))) == 1
 
 
 def test_a_copy_of_a_pipeline_drafts_alike_and_does_not_adapt():

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save
 
 import mmspec
@@ -22,8 +23,10 @@ from mmspec.core.target import Prompt, State, Stop, spaced
 from mmspec.drafters.ngram import Ngram
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
+from mmspec.ops import cpu_library
 from mmspec.sampling import defaults
 from mmspec.targets import transformers_target
+from mmspec.targets.packing import pack_model
 from mmspec.targets.support import fingerprint
 from tests.conversations import Reader, answered, followed, new_target, prompts_of
 from tests.decoding import SteppedEngine
@@ -143,6 +146,14 @@ def test_rows_of_a_batch_are_saved_and_found(name, tmp_path):
     assert all(row.stats.num_cached_tokens >= least // 8 * 8 for row in rows)
 
 
+def test_prompts_that_are_never_read_in_parts_are_not_kept():
+    model = copy.deepcopy(shared_model("mamba2"))
+    model.config.time_step_limit = (0.0, 0.1)
+    target, cache, prompt = new_target(model), PrefixCache(MEMORY), Prompt(text_inputs(1, 20)["input_ids"])
+    expected = answered(new_target(model), None, prompt)
+    assert [answered(target, cache, prompt) for _ in range(2)] == [expected] * 2
+
+
 def test_a_prefix_ends_after_its_media(tmp_path):
     model = shared_model("qwen3_vl")
     prompt = prompt_of(video_inputs("qwen3_vl"))
@@ -155,7 +166,7 @@ def test_a_prefix_ends_after_its_media(tmp_path):
     assert answered(new_target(model), restarted(tmp_path), other)[1] == 0
 
 
-def test_states_of_another_model_or_dtype_are_not_used(tmp_path):
+def test_states_of_another_model_dtype_or_version_are_not_used(tmp_path, monkeypatch):
     model = copy.deepcopy(shared_model("llama"))
     prompt = Prompt(text_inputs(1, 20)["input_ids"])
     saved(tmp_path, model, [prompt])
@@ -182,6 +193,28 @@ def test_states_of_another_model_or_dtype_are_not_used(tmp_path):
     configured.config.rms_norm_eps *= 2
     assert fingerprint(configured) != known
     assert fingerprint(copy.deepcopy(model).double()) != known
+    other = copy.deepcopy(model)
+    other.model.rotary_emb.inv_freq *= 2
+    found, projection = {known, fingerprint(other)}, other.model.layers[1].self_attn.q_proj
+    same_bytes = [torch.Tensor.t, lambda x: x.reshape(2, -1), lambda x: x.view(torch.int32)]
+    for change in same_bytes:
+        projection.weight = torch.nn.Parameter(change(model.model.layers[1].self_attn.q_proj.weight.data), False)
+        found.add(fingerprint(other))
+    for place, name, value in (
+        *((package, "__version__", "0.1") for package in (torch, transformers)),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "Z80"),
+        *((cpu_library, "build", lambda: "other"), (os, "environ", {**os.environ, "MMSPEC_KERNELS": "reference"})),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, name, value)
+            found.add(fingerprint(model))
+    assert len(found) == 10
+    monkeypatch.setenv("MMSPEC_KERNELS", "reference")
+    for one in (model, configured):
+        pack_model(one, "bfloat16")  # torch's kernels keep weights that are no tensors of the module
+    configured.config.rms_norm_eps /= 2
+    configured.lm_head._weight = configured.lm_head.rows(torch.arange(89, -1, -1))._weight
+    assert fingerprint(configured) != fingerprint(model)
     with torch.device("meta"), pytest.raises(UserError, match="needs weights in memory: model"):
         fingerprint(type(model)(model.config))
 

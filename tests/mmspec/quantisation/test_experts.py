@@ -278,6 +278,8 @@ def test_other_experts_stay() -> None:
     assert len(list(reproduced_experts(model))) == 2
     model.model.layers[2].mlp.experts.bias = torch.nn.Parameter(torch.zeros(1))
     assert len(list(reproduced_experts(model))) == 1
+    model.model.layers[3].mlp.experts.act_fn = None
+    assert not list(reproduced_experts(model))
 
 
 @pytest.mark.long

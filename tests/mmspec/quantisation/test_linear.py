@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import mmspec
 from mmspec.ops import cpu_library
 from mmspec.quantisation.blocks import BlockLinear
-from mmspec.quantisation.linear import GROUP, PackedLinear, quantise_int4
+from mmspec.quantisation.linear import GROUP, HalfLinear, PackedLinear, quantise_int4
 from mmspec.targets import packing
 from mmspec.targets.packing import KINDS, drafter_kind, pack_drafter, packed
 
@@ -45,6 +45,21 @@ def test_a_row_has_the_same_bits_for_any_number_of_rows(kind, rows, columns):
         assert torch.equal(layer(x[1 : count + 1])[0], whole[1])
 
 
+def test_without_avx512_products_in_float16_are_of_whole_blocks_of_rows(monkeypatch):
+    """FBGEMM's kernel of two rows rounds differently."""
+    layer, _ = layer_of("float16", 48, 64)
+    if not isinstance(layer, HalfLinear):
+        pytest.skip("needs FBGEMM")
+    x = torch.randn(13, 64)
+    expected = layer(x)
+    for capability, rows in (("AVX512", 13), ("AVX2", 18)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        with torch.profiler.profile(record_shapes=True, acc_events=True) as profile:
+            torch.testing.assert_close(layer(x), expected)
+        shapes = [event.input_shapes[0] for event in profile.events() if event.name.endswith("linear_dynamic_fp16")]
+        assert shapes == [[rows, 64]]
+
+
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize(("kind", "error"), [("bfloat16", 2**-8), ("float16", 2**-11), ("int8", 0.01), ("int4", 0.13)])
 def test_products_are_those_of_the_weight(kind, error, rows, columns):
@@ -70,9 +85,13 @@ def test_copies_rows_and_state_are_those_of_the_layer(kind):
     x = torch.randn(5, 64)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         assert torch.equal(other(x), layer(x))
-    for index in (torch.arange(0, 96, 3)[:16], slice(64), slice(16, 64), slice(200)):
-        torch.testing.assert_close(layer.rows(index)(x), layer(x)[:, index])
+    for index in (torch.arange(0, 96, 3)[:16], slice(64), slice(16, 64), slice(0, 96, 2), slice(200)):
+        part = layer.rows(index)
+        torch.testing.assert_close(part(x), layer(x)[:, index])
+        torch.testing.assert_close(part.unpacked().bias, layer.bias[index].bfloat16())
     if isinstance(layer, BlockLinear):
+        layer.takes = torch.float32  # as of logits
+        assert {layer.rows(index)(x.bfloat16()).dtype for index in (slice(64), slice(16, 64))} == {torch.float32}
         torch.testing.assert_close(layer.rows(slice(40))(x), layer(x)[:, :40])
         assert layer.rows(slice(64))._blocks.data_ptr() == layer._blocks.data_ptr()
     torch.testing.assert_close(layer.state_dict()["weight"], layer.weight)

@@ -22,11 +22,13 @@ from tests.tiny import shared_model
 KINDS = ["full_attention", "sliding_attention"]
 
 
-def by_the_formula(q, k, v, allowed, scale):
+def by_the_formula(q, k, v, allowed, scale, cap=None, bias=None):
     heads, per = q.shape[1], q.shape[1] // k.shape[1]
     read = []
     for head in range(heads):
         scores = q[:, head] @ k[:, head // per].transpose(1, 2) * scale
+        scores = scores if cap is None else cap * (scores / cap).tanh()
+        scores = scores if bias is None else scores + bias[:, head]
         read.append(scores.masked_fill(~allowed[:, 0], -math.inf).softmax(-1) @ v[:, head // per])
     return torch.stack(read, dim=2)
 
@@ -45,6 +47,14 @@ def test_groups_and_masks(heads, kv_heads, nodes, slots, additive):
     read, weights = tree_attention(layer, q, k, v, mask, scaling=0.3)
     assert weights is None
     torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 0.3), rtol=1e-5, atol=1e-5)
+    by_head = mask.repeat(1, heads, 1, 1)
+    torch.testing.assert_close(tree_attention(layer, q, k, v, by_head, scaling=0.3)[0], read, rtol=1e-5, atol=1e-5)
+    bias = torch.randn(1, heads, nodes, slots, generator=g)
+    biased, _ = tree_attention(layer, q, k, v, mask, scaling=0.3, position_bias=bias)
+    torch.testing.assert_close(biased, by_the_formula(q, k, v, allowed, 0.3, bias=bias), rtol=1e-5, atol=1e-5)
+    assert not tree_attention(layer, q, k, v, mask, dropout=1.0)[0].any()
+    with pytest.raises(ValueError, match="does not support `softcap`"):
+        tree_attention(layer, q, k, v, mask, softcap=5.0)
 
 
 def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
@@ -62,6 +72,10 @@ def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
     allowed = torch.zeros(1, 1, 3, 12, dtype=torch.bool)
     allowed[..., :5], allowed[..., 7:10] = True, tail
     torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 24**-0.5), rtol=1e-5, atol=1e-5)
+    layer.layer_idx, windowed = 1, TreePass(config(3, KINDS), bounds, torch.arange(3)[None])
+    read, _ = tree_attention(layer, q, k, v, tail, scaling=0.2, softcap=3.0, **{PASS: windowed})
+    allowed &= torch.arange(5, 8)[:, None] - torch.tensor([0, 1, 2, 3, 4, 0, 0, 5, 6, 7, 0, 0]) < 3
+    torch.testing.assert_close(read, by_the_formula(q, k, v, allowed, 0.2, cap=3.0), rtol=1e-5, atol=1e-5)
     for name in ("position_bias", "s_aux"):
         with pytest.raises(UserError, match=f"^attention must be a softmax of scaled scores: Module has {name}$"):
             tree_attention(layer, q, k, v, tail, **{PASS: passed, name: torch.zeros(1)})
@@ -70,14 +84,15 @@ def test_with_static_shapes_keys_and_values_are_not_copied(monkeypatch):
 @needs_kernels
 @pytest.mark.parametrize(("heads", "kv_heads", "patches", "size"), [(3, 3, 70, 64), (4, 2, 33, 80), (2, 2, 1, 16)])
 def test_patches_of_towers_attend_in_the_kernels(heads, kv_heads, patches, size, monkeypatch):
-    """In bfloat16, all patches; not with a mask, causally, in another dtype or with heads of another size."""
+    """In bfloat16, all patches; not with a mask or biases, causally, in another dtype or with heads of another size."""
     calls, original = [], cpu.attention
     monkeypatch.setattr(cpu, "attention", lambda *given: calls.append(given) or original(*given))
     g, layer = torch.Generator().manual_seed(patches), nn.Module()
-    given = [torch.randn(2, patches, count, size, generator=g).transpose(1, 2) for count in (heads, kv_heads, kv_heads)]
+    sizes = (heads, patches), *[(kv_heads, patches + 5)] * 2
+    given = [torch.randn(2, count, number, size, generator=g).transpose(1, 2) for number, count in sizes]
     half = [part.bfloat16() for part in given]
     layer.is_causal, layer.num_key_value_groups = False, heads // kv_heads
-    everything = torch.ones(2, 1, patches, patches, dtype=torch.bool)
+    everything = torch.ones(2, 1, patches, patches + 5, dtype=torch.bool)
     read, weights = tree_attention(layer, *half, None, scaling=0.3)
     assert (read.dtype, weights, len(calls)) == (torch.bfloat16, None, 1)
     expected = by_the_formula(*[part.float() for part in half], everything, 0.3)
@@ -88,6 +103,7 @@ def test_patches_of_towers_attend_in_the_kernels(heads, kv_heads, patches, size,
     tree_attention(layer, *given, None)
     tree_attention(layer, *half, everything)
     tree_attention(layer, *half, None, is_causal=True)
+    tree_attention(layer, *half, None, position_bias=torch.zeros(1, heads, patches, patches + 5).bfloat16())
     tree_attention(layer, *[part[..., :10] for part in half], None)
     layer.is_causal = True
     tree_attention(layer, *half, None)

@@ -19,6 +19,7 @@ from mmspec import UserError
 from mmspec.cli import main
 from mmspec.drafters.registry import make_drafter
 from mmspec.drafters.small import Small
+from mmspec.targets import sources
 from mmspec.targets.checkpoints import from_pretrained, is_on_hub
 from mmspec.targets.support import computing_devices, input_device, is_split
 from tests.model_folders import save_llava, save_text_model
@@ -144,10 +145,18 @@ def test_code_runs_when_it_is_trusted(tmp_path, ran, capsys):
     assert json.loads(capsys.readouterr().out)["token_ids"] == expected.token_ids
 
 
-def test_other_errors_stay_as_they_are(tmp_path):
+def test_other_errors_stay_as_they_are(folder, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="Unrecognized model"):
         from_pretrained(AutoConfig, tmp_path)
+    for message in ("expected another type", "f() got an unexpected keyword argument 'depth'"):  # of no option
+
+        def fails(*given, message=message, **options):
+            raise TypeError(message)
+
+        monkeypatch.setattr(sources.Source, "model", fails)
+        with pytest.raises(TypeError, match=re.escape(message)):
+            mmspec.load(str(folder), drafter=None, revision="main")
 
 
 def test_nothing_else_reads_what_may_hold_code():

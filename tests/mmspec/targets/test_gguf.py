@@ -34,7 +34,9 @@ from mmspec.targets.gguf_keys import Rows, minus_one
 from mmspec.targets.gguf_models import Weight
 from mmspec.targets.infill import Infill
 from mmspec.targets.packing import drafter_kind, pack_drafter, pack_model, weights_kind
+from mmspec.targets.support import fingerprint
 from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.workers import WorkerError
 from tests.compiled import needs_kernels
 from tests.gguf_rows import random_rows
 from tests.model_folders import gguf_matrix, save_gguf, save_text_model, write_gguf
@@ -493,7 +495,10 @@ def test_templates_are_rendered_within_limits(
     assert usual.encode([{"prompt": "hello"}]).input_ids.shape[1] > 0
 
 
-def test_a_prepared_worker_renders_the_first_template(cache: Path, tmp_path: Path) -> None:
+def test_a_prepared_worker_renders_the_first_template(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or, where none can be started, the first template reports it."""
     file = save_gguf(tmp_path / "a.gguf", entries={"tokenizer.chat_template": "{{ messages }}"})
     processor, pool = load_processor(str(file)), templates._workers(os.getpid())
     for worker in [*pool._workers]:
@@ -504,6 +509,16 @@ def test_a_prepared_worker_renders_the_first_template(cache: Path, tmp_path: Pat
     processor.encode([{"prompt": "hello"}])
     assert len(before) == 1
     assert [worker for worker in pool._workers if worker.process.poll() is None] == before
+    for error in (WorkerError("crash"), RuntimeError("can't start new thread")):
+
+        def fails(*given: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(pool, "run", fails)
+        templates.prepare()
+        for one in threading.enumerate():
+            if one.daemon and "start" in one.name:
+                one.join(60)  # its error would be a warning
 
 
 @pytest.mark.parametrize("at", [0, 5, 8, 16, 24, 33, 60, 200])
@@ -821,6 +836,9 @@ def test_embeddings_stay_in_the_file_and_count_as_weights(mixed: Path, cache: Pa
     for wrong in (260, -261):
         with pytest.raises(IndexError):
             table(torch.tensor([wrong]))
+    before = fingerprint(model)
+    table.stored = table.stored.ordered(torch.arange(260).flip(0))
+    assert fingerprint(model) != before == fingerprint(model_in(mixed))
 
 
 @needs_kernels

@@ -978,6 +978,12 @@ REFUSED: dict[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"rope.dimension_count": 8},
         {},
     ),
+    r"found llama\.attention\.causal = False, which is not known": ("llama", {"attention.causal": False}, {}),
+    r"expected bloom\.feed_forward_length = 192, got 190": ("bloom", {"feed_forward_length": 190}, {}),
+    **{
+        rf"expected {name}\.attention\.head_count_kv = 6, got 3": (name, {"attention.head_count_kv": 3}, {})
+        for name in ("bloom", "gpt2")
+    },
     r"expected granite\.rope\.scaling\.finetuned = True, got False": ("granite", {"rope.scaling.finetuned": False}, {}),
     r"expected attention\.layer_norm_epsilon 1e-5": ("olmo", {"attention.layer_norm_epsilon": 1e-6}, {}),
     r"expected gemma4\.attention\.value_length = 16, got 8": ("gemma4", {"attention.value_length": 8}, {}),

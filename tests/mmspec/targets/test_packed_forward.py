@@ -419,10 +419,13 @@ def test_other_layers_run_in_the_decoder(name, ran):
     assert not ran
 
 
-def test_rotations_by_other_arguments_are_not_reproduced():
+def test_caps_of_scores_and_rotations_by_other_arguments_are_not_reproduced():
     model = copy.deepcopy(shared_model("llama"))
     decoder = model.get_decoder()
     assert static_forward.FusedDecoder.of(decoder, model.config)
+    decoder.layers[1].self_attn.attn_logit_softcapping = 50.0  # small scores do not reveal it
+    assert static_forward.FusedDecoder.of(decoder, model.config) is None
+    del decoder.layers[1].self_attn.attn_logit_softcapping
     decoder.rotary_emb.forward = lambda x, seq_len: x
     assert static_forward.FusedDecoder.of(decoder, model.config) is None
 

@@ -13,6 +13,7 @@ import mmspec
 from mmspec import TokenTree, accept_path
 from mmspec.core.target import Prompt, output_of
 from mmspec.eval.harness.small_configs import random_model, small_config
+from mmspec.quantisation.blocks import BLOCKS
 from mmspec.ssm.layers import RecurrentLayers
 from mmspec.targets.packing import pack_model
 from mmspec.targets.sublayers import SublayerStack
@@ -50,6 +51,7 @@ FAMILIES = {
         num_local_experts=0,
         num_experts_per_tok=0,
         position_embedding_type="rope",
+        attention_bias=True,
         residual_multiplier=0.3,
         embedding_multiplier=5.0,
         attention_multiplier=0.1,
@@ -246,6 +248,31 @@ def other_norm(model):
     model.get_decoder().layers[0].input_layernorm = nn.LayerNorm(64).bfloat16()
 
 
+def weighted(model):
+    model.get_decoder().layers[-1].self_attn.A = nn.Parameter(torch.ones(1))
+
+
+def another_norm(model):
+    layer = model.get_decoder().layers[0]
+    layer.another = copy.deepcopy(layer.input_layernorm)
+
+
+def partly_quantised(model):
+    mlp = model.get_decoder().layers[0].mlp
+    mlp.gate_proj = BLOCKS["bfloat16"](mlp.gate_proj.weight)
+
+
+def chunked(model):
+    model.config.layer_types, model.config.attention_chunk_size = ["chunked_attention"] * len(model.model.layers), 8
+
+
+def scaled_later(model):
+    """A last MLP with somewhat greater outputs for most tokens."""
+    mlp = model.get_decoder().layers[-1].mlp
+    kind, factors = type(mlp), torch.tensor([1.0, 1.0, 1.2, 1.2, 1.2])[:, None]
+    mlp.__class__ = type("Scaled", (kind,), {"forward": lambda self, x: factors * kind.forward(self, x)})
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -254,12 +281,17 @@ def other_norm(model):
         (other_norm, "expected norms and known parts"),
         (doubled, "computes more than its layers and norm"),
         (lambda model: setattr(model.get_decoder().layers[-1].self_attn, "attn_logit_softcapping", 9), "no cap"),
+        (weighted, "no weights of its own"),
+        (another_norm, "one or two norms for each of 2 parts of a layer: got 3"),
+        (partly_quantised, "weights of which only some are quantised"),
+        (chunked, "a window or none: got chunks"),
+        (scaled_later, "the kernels do not reproduce Qwen3_5DecoderLayer"),
         (lambda model: setattr(model.get_decoder().layers[0], "linear_attn", nn.Linear(64, 64)), "expected norms"),
         (lambda model: delattr(model.get_decoder(), "norm"), "must end with a norm"),
     ],
 )
 def test_other_layers_are_refused(change, message):
-    model = model_of("qwen3_5_text")
+    model = model_of("llama" if change is chunked else "qwen3_5_text")
     change(model)
     with pytest.raises(ValueError, match=message):
         SublayerStack(model.get_decoder(), RecurrentLayers.mixers)
@@ -283,15 +315,15 @@ def test_layers_with_hooks_run_in_the_decoder(family, keys):
 
 @needs_kernels
 @torch.inference_mode()
-@pytest.mark.parametrize("family", ["qwen2", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2", "gpt_oss", "granitemoehybrid"])
 def test_keys_in_int8_are_near_those_in_bfloat16(family):
     """Large biases of keys in features that rotate slowly, as in Qwen2.5, cost no precision, with sinks (gpt-oss)
     neither."""
     torch.manual_seed(0)
     plain = model_of(family, None)
-    for layer in plain.get_decoder().layers:
-        size = layer.self_attn.head_dim
-        layer.self_attn.k_proj.bias.data.view(2, size)[:, [size // 2 - 1, -1]] += torch.tensor([[50.0], [-50.0]])
+    for attention in (part for part in plain.modules() if hasattr(part, "k_proj")):
+        size = attention.head_dim
+        attention.k_proj.bias.data.view(2, size)[:, [size // 2 - 1, -1]] += torch.tensor([[50.0], [-50.0]])
     model = copy.deepcopy(plain).bfloat16()
     pack_model(model, "bfloat16")
     targets = [TransformersTarget(plain), target_of(model), target_of(model, "int8")]

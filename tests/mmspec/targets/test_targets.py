@@ -1,6 +1,7 @@
 """Text models as targets, and unsupported models."""
 
 import copy
+import pickle
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from mmspec.targets.decoder import Decoder
 from mmspec.targets.packing import pack_model
 from mmspec.targets.processor import Processor
 from mmspec.targets.support import lay_out_for_few_rows, refuse_switch, rope_side
-from mmspec.targets.transformers_target import TransformersTarget
+from mmspec.targets.transformers_target import FirstLayers, TransformersTarget
 from mmspec.targets.tree_layers import tree_layers
 from tests.compiled import needs_kernels
 from tests.decoding import SteppedEngine, assert_threads_share
@@ -264,6 +265,15 @@ def test_models_and_layers_that_no_plug_in_serves_are_refused_by_name(monkeypatc
         TransformersTarget(shared_model("bamba"))
 
 
+def test_layers_with_states_are_on_one_device():
+    places = {"_hf_hook": SimpleNamespace(execution_device="cpu"), "hf_device_map": {"lm_head": "cpu", "model": "meta"}}
+    for fields in ({"_tp_size": 2}, places):
+        model = copy.deepcopy(shared_model("bamba"))
+        vars(model).update(fields)
+        with pytest.raises(UserError, match=r"^layers with states .* device: BambaForCausalLM is split over several$"):
+            TransformersTarget(model)
+
+
 @pytest.mark.skipif("dory" not in TEXT_CONFIGS, reason="the installed transformers has no Dory")
 def test_loops_over_layers():
     model = copy.deepcopy(shared_model("dory"))
@@ -367,6 +377,11 @@ def test_rotary_embeddings_that_change_within_an_answer_are_refused(kind, limit)
         UserError, match=rf"^{kind} rotary embeddings change at 16 tokens: .*, got 4 and up to 13 more$"
     ):
         prefilled(target, prompt, [12, 5])
+    loose = TransformersTarget(target.model, exact=False)  # of a draft model
+    copied, model = copy.deepcopy((loose, loose.model))
+    assert copied.model is model
+    for one in (loose, loose.fork(), copied, pickle.loads(pickle.dumps(loose))):
+        prefilled(one, prompt, [12, 5])
 
 
 @pytest.mark.parametrize(
@@ -537,6 +552,8 @@ def test_a_target_alone_decodes(drafter, nodes):
 
 def test_its_limits_hold():
     pipe = Pipeline(Table(), Processor(byte_tokenizer()))
+    with pytest.raises(UserError, match=r"^an early exit requires a target that is a model of transformers: this"):
+        FirstLayers(pipe.target, 1)
     with pytest.raises(UserError, match=r"context of 200 tokens: got 200$"):
         pipe.generate("x" * 200)
     assert len(pipe.generate("x" * 190, max_new_tokens=99).token_ids) <= 10

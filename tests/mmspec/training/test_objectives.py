@@ -409,6 +409,20 @@ def test_latents_equal_chains(slots, changes, target):
     check_chains(network, target, batch, 2, IDS if changes else None)
 
 
+def test_noise_is_uniform_and_less_in_longer_sequences(target):
+    network, batch = network_for(target.model), dense(([(3, 9)], [(2, 8)]), (11, 9))
+    objective, losses = HiddenStateObjective(passes=1, noise=0.01), []
+    output = objective(network, LossInput(target, batch, None, torch.Generator().manual_seed(0)))
+    drawn = torch.rand(batch.hidden[:, :-1].shape, generator=torch.Generator().manual_seed(0))
+    noisy = batch.hidden[:, :-1] + 0.01 * 512 / 10 * (2 * drawn - 1)
+    for row, said in enumerate(batch.answer):
+        inputs, _ = plain_entries(network, noisy[row], batch.embeds[row, 1:], batch.visual[row, 1:])
+        guesses = plain_layer(network, inputs)
+        there = [j for j in range(len(said) - 2) if said[j + 1 : j + 3].all()]
+        losses += [F.smooth_l1_loss(guesses[j], batch.hidden[row, j + 1]) for j in there]
+    assert output.metrics["hidden_1"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-4)
+
+
 def test_glancing_replaces_wrong_predictions_by_true_states(target):
     """At the start all wrong predictions are replaced, so a second pass equals a first one; at the end none are."""
     network, batch = network_for(target.model), dense(([(3, 9)], [(2, 8)]), (11, 9))
