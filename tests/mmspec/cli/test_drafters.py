@@ -65,8 +65,8 @@ TURN = {"from": "human", "value": "a"}
         ('{"text": 3}', "text must be text: got 3"),
         ('{"conversations": [3]}', "conversations[0] must be an object: got 3"),
         (
-            json.dumps({"conversations": [TURN, TURN | {"token_ids": [1, 10**6]}]}),
-            "token_ids must be < 320: got 1000000",
+            json.dumps({"conversations": [TURN, TURN | {"token_ids": [320, 1]}]}),
+            "token_ids must be < 320: got 320",
         ),
         ("two é", "expected UTF-8, received b'two \\xe9'"),
     ],
@@ -81,6 +81,11 @@ def test_mistakes_name_the_line(model, tmp_path, line, message):
 def test_texts_in_parts_are_those_of_the_whole(model, tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes("\ufeffone two\r\nthree\n\nfour".encode())
     processor = mmspec.load(model, drafter=None).processor
+    turns = [{"from": "human", "value": "six"}, {"from": "gpt", "value": "x", "token_ids": [7, 8, 9]}]
+    rows = {"text": "a"}, {"conversations": turns}
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    a, six = (processor.text_ids(text, add_special_tokens=False) for text in ("a", "six"))
+    assert list(commands._texts(tmp_path / "b.jsonl", processor, 320)) == [a, [*six, 7, 8, 9]]
     whole = [token for part in commands._texts(tmp_path / "a.txt", processor, 9) for token in part]
     assert whole == processor.text_ids("one two\nthree\n\nfour", add_special_tokens=False)
     for characters, texts in {

@@ -248,12 +248,12 @@ def test_an_answer_is_a_line(path, fields, prefix, stream, server, lines):
 
 def test_requests_that_fail_are_lines(server, lines, monkeypatch):
     server.post(question(top_p=2))
-    httpx.get(f"{server.url}/x%0A%22y")
+    httpx.get(f"{server.url}/x%0A%22{'y' * 300}")
     httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://evil.example"})
     (wrong, unknown, refused) = lines(3)
     assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
     assert wrong["error"] == "top_p must be <= 1: got 2"
-    assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
+    assert (unknown["endpoint"], unknown["status"]) == (f"GET /x%0A%22{'y' * 196}", "404")
     assert unknown["error"].startswith("there is no /x")
     assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
     assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
