@@ -293,8 +293,7 @@ def test_refused_before_a_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPa
     assert_user_error(run("tiny-hybrid"), "a chat runs in one process: got one of 2 ranks of a job")
 
 
-def test_options_of_answers_and_templates(run: Run, monkeypatch: Any, tmp_path: Path, caplog: Any) -> None:
-    caplog.set_level("INFO", "mmspec.load")
+def test_options_of_answers_and_templates(run: Run, monkeypatch: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("mmspec.cli.session.fix_threads", seen.append)
     monkeypatch.setattr(Chat, "run", lambda chat: seen.append(chat.keywords))
@@ -303,7 +302,6 @@ def test_options_of_answers_and_templates(run: Run, monkeypatch: Any, tmp_path: 
     threads, keywords = seen
     expected = {"trace": True, "chat_template_kwargs": {"a": 1}, "reasoning": "none", "max_new_tokens": 4096}
     assert (threads, keywords | expected) == (3, keywords)
-    assert "loading tiny-hybrid (drafter auto, device auto, dtype auto)" in caplog.text
     assert run(str(save_gguf(tmp_path / "a.gguf")), "--temperature", "0.3")[0] == 0
     assert (seen[-1]["temperature"], seen[-1]["top_k"]) == (0.3, 40)  # of the file if not given
 

@@ -148,23 +148,16 @@ def test_errors(server, path, error):
         assert (response.status_code, found) == (status, expected)
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "anthropics"),
-    [
-        (400, "invalid_request_error", "invalid_request_error"),
-        (401, "invalid_request_error", "authentication_error"),
-        (429, "rate_limit_error", "rate_limit_error"),
-        (499, "invalid_request_error", "invalid_request_error"),
-        (500, "server_error", "api_error"),
-        (503, "server_error", "overloaded_error"),
-    ],
-)
-def test_kinds_of_errors(status, kind, anthropics):
-    error = APIError(status, "Wrong.", "a[0]", "b")
-    assert error.content() == {"error": {"message": "Wrong.", "type": kind, "param": "a[0]", "code": "b"}}
-    about = {"type": "error", "error": {"type": anthropics, "message": "Wrong."}}
-    assert error.content("/v1/messages/count_tokens") == about
-    assert error.content("/api/chat") == {"error": "Wrong."}
+def test_kinds_of_errors():
+    openais = {400: "invalid_request_error", 429: "rate_limit_error", 499: "invalid_request_error"}
+    openais |= {401: "invalid_request_error", 500: "server_error", 503: "server_error"}
+    anthropics = openais | {401: "authentication_error", 500: "api_error", 503: "overloaded_error"}
+    for status, kind in openais.items():
+        error = APIError(status, "Wrong.", "a[0]", "b")
+        assert error.content() == {"error": {"message": "Wrong.", "type": kind, "param": "a[0]", "code": "b"}}
+        about = {"type": "error", "error": {"type": anthropics[status], "message": "Wrong."}}
+        assert error.content("/v1/messages/count_tokens") == about
+        assert error.content("/api/chat") == {"error": "Wrong."}
 
 
 class BrokenError(Exception):
