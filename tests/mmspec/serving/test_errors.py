@@ -70,6 +70,7 @@ ERRORS = {
         ),
         ({"tools": WRONG}, "tools", SCHEMA),
         ({"tools": WRONG, "tool_choice": "required"}, "tools", SCHEMA),
+        ({"tools": [function("other", type="y"), *WRONG], "tool_choice": function("wrong")}, "tools", SCHEMA),
         ({"speculative": "a"}, "speculative", "speculative must be one of true, false, 'flash': got 'a'"),
         ({"num_draft_tokens": 65}, "num_draft_tokens", "num_draft_tokens must be at most 64: got 65"),
         ({"num_draft_tokens": -1}, "num_draft_tokens", "num_draft_tokens must be >= 0: got -1"),

@@ -258,11 +258,17 @@ def test_requests_that_fail_are_lines(server, lines, monkeypatch):
     assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
     assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
 
-    def broken(*_, **__):
-        raise RuntimeError("out of\norder")
+    append, left = AnswerReader.append, []
+
+    def broken(*args, **keywords):
+        if not left:
+            raise RuntimeError("out of\norder")
+        left.pop()
+        return append(*args, **keywords)
 
     monkeypatch.setattr(AnswerReader, "append", broken)
-    for stream in (False, True):
+    for stream, pieces in ((False, 0), (True, 0), (True, 2)):
+        left += [None] * pieces
         server.post(question(stream=stream))
         (failed,) = lines(1)
         assert (failed["status"], failed["finish"], failed["level"]) == ("500", "error", "ERROR")

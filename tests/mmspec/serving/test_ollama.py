@@ -73,7 +73,7 @@ def test_chats(client):
 
 def test_formats(client):
     scripted('{"a": "x"}', tools=())
-    for form in (SCHEMA, "json"):
+    for form in (SCHEMA, "json", ""):
         assert json.loads(both(client.chat, messages=USER, format=form).message.content) == {"a": "x"}
         assert json.loads(both(client.generate, prompt=USER[0]["content"], format=form).response) == {"a": "x"}
     scripted('{"b": 1}', tools=())

@@ -174,7 +174,7 @@ def test_mistakes_are_one_line(options, message, capfd):
         (
             "--host ::1 --api-key k --adapter a=. --prefix-cache-size 3",
             {
-                **{"api_key": "k", "hosts": {"localhost", "127.0.0.1", "[::1]", "::1"}, "adapters": {"a": Path()}},
+                **{"api_key": "k", "hosts": {"localhost", "127.0.0.1", "[::1]", "::1"}, "adapters": {"a": "."}},
                 **{"prefix_cache_size": 3 << 20, "device_map": None, "rest": ("::1", 8000)},
             },
         ),
