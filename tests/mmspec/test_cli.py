@@ -108,9 +108,6 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate, model):
     ended = "12 tokens (length, --max-new-tokens raises it)"
     for figure in (ended, "mean acceptance length", "drafter recycle", "steps"):
         assert figure in err
-    for nodes, drafted in (("0", "| drafter ngram (nothing drafted) |"), ("4", "| drafter ngram |")):
-        args = ("--drafter", "ngram", "--nodes", nodes, "--max-new-tokens", "9")
-        assert drafted in generate(" one two three" * 8, *args)[2]
     whole = mmspec.load(model, drafter=None).context_limit
     for limit, given in ((whole, ()), (60, ("--max-model-len", "60"))):
         full = generate("Describe", "--max-new-tokens", "100000", "--ignore-eos", *given)[2]
@@ -123,6 +120,7 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate, model):
         ("length", "ngram", 14, {}, "length, the model's context of 14", "ngram"),
         ("length", "ngram", 15, {"lossless": False}, "length, --max-new-tokens raises it", "ngram, lossy"),
         ("stop", "ngram", 14, {"num_draft_tokens": 0}, "stop", "ngram (nothing drafted)"),
+        ("stop", "ngram", 14, {"drafter_error": "E: its own"}, "stop", "ngram | drafting stopped (E: its own)"),
         ("stop", None, None, {"num_spec_steps": 0, "num_draft_tokens": 0, "accept_lengths": []}, "stop", "none"),
     ],
 )
