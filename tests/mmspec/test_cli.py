@@ -121,15 +121,16 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate, model):
         ("length", "ngram", 15, {"lossless": False}, "length, --max-new-tokens raises it", "ngram, lossy"),
         ("stop", "ngram", 14, {"num_draft_tokens": 0}, "stop", "ngram (nothing drafted)"),
         ("stop", "ngram", 14, {"drafter_error": "E: its own"}, "stop", "ngram | drafting stopped (E: its own)"),
-        ("stop", None, None, {"num_spec_steps": 0, "num_draft_tokens": 0, "accept_lengths": []}, "stop", "none"),
+        ("stop", "ngram", 14, {"num_spec_steps": 0, "num_draft_tokens": 0, "accept_lengths": []}, "stop", "ngram"),
+        ("stop", None, None, {}, "stop", "none"),
     ],
 )
 def test_the_line_of_statistics(reason, drafter, limit, fields, ended, drafting):
     stats = {"num_prompt_tokens": 11, "num_cached_tokens": 5, "num_generated_tokens": 3, "num_draft_tokens": 4}
     stats |= {"num_spec_steps": 2, "accept_lengths": [1, 2], "wall_seconds": 2.0, "time_to_first_token": 0.5, **fields}
     line = stats_line(mmspec.Generation("", [5, 6, 7], reason, mmspec.Stats(**stats)), drafter, limit)
-    speed = "2.0 tokens/s | mean acceptance length 1.50 | 2" if drafter else None
-    speed = speed or "no decoding step to time | mean acceptance length 0.00 | 0"
+    speed = "2.0 tokens/s | mean acceptance length 1.50 | 2"
+    speed = speed if stats["num_spec_steps"] else "no decoding step to time | mean acceptance length 0.00 | 0"
     rest = "prompt of 11 tokens, 5 cached | first token after 0.500 s"
     assert line == f"3 tokens ({ended}) | {speed} steps | drafter {drafting} | {rest}"
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 import torch
 from PIL import Image
+from prometheus_client import CollectorRegistry, Gauge
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
@@ -140,7 +141,12 @@ def test_defaults_are_those_of_mmspec_generate(server, monkeypatch, config, fiel
 
 
 def test_more_tokens_than_the_limit_are_cut(pipe):
-    with served(pipe, Limits(max_tokens=5, max_stored=1)) as server:
+    async def scrape():
+        Gauge("of_all", "Replicas.", registry=(found := CollectorRegistry())).set(5)
+        return found
+
+    with served(pipe, Limits(max_tokens=5, max_stored=1), scrape=scrape) as server:
+        assert "\nof_all 5.0\n" in httpx.get(f"{server.url}/metrics").text
         new = {"max_tokens": None, "max_completion_tokens": 6}
         for asked in ({"max_tokens": 4096}, new, {"max_tokens": 5}, {"max_tokens": None}):
             found = server.post(question(**asked)).json()

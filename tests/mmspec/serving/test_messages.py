@@ -146,7 +146,7 @@ def test_a_conversation_is_that_of_chat_completions(client):
         {
             "role": "assistant",
             "content": [
-                *({"type": "thinking", "thinking": text, "signature": "x"} for text in ("H", "m.")),
+                *({"type": "thinking", "thinking": text, "signature": "x"} for text in ("H ", " m.")),
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "See."},
                 {"type": "tool_use", "id": used.id, "name": "weather", "input": FIRST, **cache},
@@ -165,7 +165,7 @@ def test_a_conversation_is_that_of_chat_completions(client):
     wanted = [
         {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
         {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two?"}]},
-        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "assistant", "content": "See.", "reasoning_content": "H  m.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": used.id, "content": "rain"},
         {"role": "tool", "tool_call_id": "b", "content": "sun"},
         {"role": "tool", "tool_call_id": "c", "content": []},

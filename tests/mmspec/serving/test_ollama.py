@@ -142,6 +142,8 @@ def test_images(server, tiny_llava):
     tokens = [one for part in parts for one in part.logprobs or ()]
     assert "".join(one.token for one in tokens).removesuffix("</s>").strip() == content
     assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in tokens)
+    bare = client.chat("tiny-llava", [{"role": "user", "images": [SCENE]}], options=limit)
+    assert bare.prompt_eval_count < found.prompt_eval_count
     system = client.generate("tiny-llava", "Describe the image.", system="Be brief.", images=[SCENE], options=limit)
     assert system.prompt_eval_count > found.prompt_eval_count
 

@@ -379,6 +379,8 @@ def test_only_what_may_be_a_call_is_held():
         reader = CallReader(HERMES, FUNCTIONS[:1])
         assert reader.feed(held).to_dict() == {}
         assert reader.feed(more).to_dict() == {"content": held + more}
+    text = call("a_b", SMALL)
+    assert CallReader(HERMES, [{"name": "a.b"}]).feed(text).to_dict() == {"content": text}
 
 
 def test_a_marker_before_the_output():
