@@ -187,7 +187,7 @@ def test_mistakes(check, tmp_path):
     (tmp_path / "notes.txt").touch()
     for given in ("--url", "--against"):
         message = f"--url and --against go together: got {given} alone"
-        assert_user_error(check(given, "http://127.0.0.1:1"), message)
+        assert_user_error(check(given, "http://127.0.0.1:1", "--only", "prose"), message)
     assert_user_error(check("--only", "prose,prse"), "cases must be of prose", "got prse")
     assert_user_error(check("--media", str(tmp_path / "notes.txt")), "--media: expected images", "notes.txt")
     assert_user_error(check("--url", "http://127.0.0.1:1", "--against", "http://127.0.0.1:1"), "expected a server")
