@@ -49,8 +49,11 @@ def in_new_process(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_help_imports_neither_torch_nor_pydantic():
-    code = "import sys; from mmspec.cli import main; main(['--help'])"
+def test_help_imports_neither_torch_nor_pydantic(monkeypatch):
+    """Idle threads will sleep soon."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    code = "import os, sys; from mmspec.cli import main; main(['--help']); print(os.environ['KMP_BLOCKTIME'])"
     done = in_new_process(f"{code}; sys.exit(not {{'torch', 'pydantic'}}.isdisjoint(sys.modules))")
     assert (done.returncode, "caption" in done.stdout) == (0, True)
 

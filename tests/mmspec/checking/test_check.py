@@ -24,6 +24,7 @@ from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, TINY_SIZES
 from tests.tiny.models import text_model
 
 FAST = "prose,copy,logprobs,min-tokens,stop-string"
+PICTURE = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
 
 
 @pytest.fixture
@@ -97,8 +98,7 @@ def test_the_table_and_the_same_command_again(check, tmp_path, monkeypatch):
     out.write_text(out.read_text().replace('"equal"', '"failed"').replace('"power"', '"older"'))
     assert check("tiny-llava", "--out", str(out))[0] == 0
     assert ran[5:] == ["prose"]
-    picture = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
-    for other, name in ((("--drafter", "none"), "drafter"), (("--tie", "1"), '"tie": 1.0'), (picture, '"media": ["')):
+    for other, name in ((("--drafter", "none"), "drafter"), (("--tie", "1"), '"tie": 1.0'), (PICTURE, '"media": ["')):
         assert_user_error(check("tiny-llava", *other, "--out", str(out)), name, "choose another --out")
     with alone(tmp_path / ".report.json.lock", out):
         assert_user_error(check("tiny-llava", "--out", str(out)), "report.json: expected an output of this run alone")
@@ -153,18 +153,21 @@ def test_a_difference_is_exit_status_1(check, monkeypatch):
     difference |= {"found": "a", "expected": "b"}
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
-    bounds, equal = [], changed | {"outcome": "equal", "differences": [], "power": {}, "seconds": 12.06}
+    limits, equal = [], changed | {"outcome": "equal", "differences": [], "power": {}, "seconds": 12.06}
     found = {
         "prose": changed,
         "copy": equal | {"accepted": None, "tokens": 7, "reason": "why", "notes": ["one", "two"]},
         "logprobs": equal | {"accepted": None, "rehearsed": 5},
         "sampling": equal | {"accepted": 2, "rehearsed": 4},
     }
-    monkeypatch.setattr(
-        cases, "run_case", lambda trial, name: bounds.append(trial.bound) or found[name] | {"name": name}
-    )
-    status, out, _ = check("tiny-llava", "--only", ",".join(found), "--tie", "0")
-    assert (status, bounds) == (1, [0] * 4)
+
+    def record(trial, name):
+        limits.append((trial.bound, len(trial.images)))
+        return found[name] | {"name": name}
+
+    monkeypatch.setattr(cases, "run_case", record)
+    status, out, _ = check("tiny-llava", "--only", ",".join(found), "--tie", "0", *PICTURE)
+    assert (status, limits) == (1, [(0, 1)] * 4)
     rows = {line.split()[1]: line.split()[3:10:2] for line in out.splitlines() if line.startswith("│")}
     assert rows.pop("prose") == ["different", "3", "0", "0.1"]
     shown = {"copy": ("7", "?"), "logprobs": ("3", "5"), "sampling": ("3", "6")}

@@ -1,6 +1,7 @@
 """Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths, spelt tokens."""
 
 import json
+import time
 from math import inf
 
 import httpx
@@ -43,6 +44,7 @@ def test_an_answer_is_that_of_the_pipeline(server, pipe):
     body = server.post(question(QUESTION, data_uri(SCENE))).json()
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
+    assert abs(body["created"] - time.time()) < 60
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": alone.text, "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, alone.finish_reason, None)
@@ -242,12 +244,15 @@ def test_models_health_and_metrics(server):
     before = figures(server)
     assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
     assert before["vllm:num_torch_threads"] == torch.get_num_threads()
+    began = time.perf_counter()
     for _ in range(2):
         server.post(question(max_tokens=20, n=2))
-    after = figures(server)
+    seconds, after = time.perf_counter() - began, figures(server)
     for name, count in (("time_to_first_token_seconds_count", 4), ("request_success_total/length", 4)):
         assert after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0) == count
     assert after["vllm:inter_token_latency_seconds_count"] > before["vllm:inter_token_latency_seconds_count"]
+    latency = "vllm:inter_token_latency_seconds_sum"
+    assert after[latency] - before[latency] < 2 * seconds  # of two choices at a time
 
 
 def figures(server):

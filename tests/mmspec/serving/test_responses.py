@@ -153,8 +153,8 @@ def test_calls_belong_to_the_message_before_them():
     outputs = zip("ab", ("1", [{"type": "input_text", "text": "1"}]), strict=True)
     results = [{"type": "function_call_output", "call_id": name, "output": output} for name, output in outputs]
     said = {"type": "message", "role": "assistant", "content": "I call."}
-    first, second = ({"type": "reasoning", "content": [{"text": text}, {"text": "."}]} for text in ("Well", "Hm"))
-    items = ITEMS.validate_python([first, second, said, *calls, *results, *calls])
+    thoughts = [{"type": "reasoning", "content": [{"text": text}, {"text": "."}]} for text in ("Well", "Hm")]
+    items = ITEMS.validate_python([*thoughts, said, *calls, *results, thoughts[0], *calls, said])
     (alone, *turns), _ = conversation(chat_messages(items), reads_media=False)
     assert (alone["content"], alone["reasoning_content"], turns[0]["reasoning_content"]) == ("", "Well.", "Hm.")
     assert [(turn["role"], turn["content"]) for turn in turns] == [
@@ -162,6 +162,7 @@ def test_calls_belong_to_the_message_before_them():
         ("tool", "1"),
         ("tool", "1"),
         ("assistant", ""),
+        ("assistant", "I call."),
     ]
     assert [[call["id"] for call in turns[at]["tool_calls"]] for at in (0, 3)] == [["a", "b"]] * 2
     assert [turn["tool_call_id"] for turn in turns[1:3]] == ["a", "b"]

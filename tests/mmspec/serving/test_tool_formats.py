@@ -391,3 +391,4 @@ def test_what_begins_like_a_call_is_not_held_for_ever():
     reader = CallReader(HERMES)
     assert not reader.feed("<tool_call>" + "x" * 150).content
     assert reader.feed("y" * 100).content == "<tool_call>" + "x" * 150 + "y" * 100
+    assert reader.feed("z").content == "z"
