@@ -209,6 +209,8 @@ def test_options(options, expected, monkeypatch):
 
 def test_mistakes_of_a_job(capfd, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("_here", "_on_ray"):
+        monkeypatch.setattr(f"mmspec.serving.command.{name}", lambda *_: None)
     assert main(["serve", "--drafter", "ngram", "--drafter", "recycle"]) == main(["serve", "--engine", "ray"]) == 2
     sharded, own = capfd.readouterr().err.splitlines()
     assert sharded == "error: a model that is sharded over ranks goes with one --drafter: got 2"
