@@ -118,6 +118,7 @@ def through(messages, kind="http", path="/v1/completions"):
     [
         [start(JSON), body(b"{}")],
         [start(JSON), body(b"{", True), body(b"}", False)],
+        [start(STREAM), body(b"data: 1\n\n")],
         [start(STREAM), body(b"data: 1\n\n", True), body(b"", False)],
         [start(JSON), body(b"{", True)],  # a length was stated: nothing can be added
         [start(JSON)],
