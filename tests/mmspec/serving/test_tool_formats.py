@@ -23,7 +23,7 @@ from mmspec.serving.call_formats import (
     QWEN3_CODER,
     tool_format,
 )
-from mmspec.serving.tools import CallReader, prompted
+from mmspec.serving.tools import CallReader, plan_tools, prompted
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.
@@ -381,6 +381,13 @@ def test_only_what_may_be_a_call_is_held():
         assert reader.feed(more).to_dict() == {"content": held + more}
     text = call("a_b", SMALL)
     assert CallReader(HERMES, [{"name": "a.b"}]).feed(text).to_dict() == {"content": text}
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>",)])
+def test_calls_without_a_marker_that_is_a_token_are_text(special):
+    text, plan = call("stop", "{}"), plan_tools(SimpleNamespace(special_tokens=special), HERMES, TOOLS, "auto")
+    delta = plan.reader().feed(text, final=True)
+    assert (delta.content, len(delta.calls)) == ((text, 0) if special else ("", 1))
 
 
 def test_a_marker_before_the_output():
