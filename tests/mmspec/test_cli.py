@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 import mmspec
 from mmspec import plugins
 from mmspec.cli import app, options
+from mmspec.cli.session import stats_line
 from mmspec.drafters.registry import DEFAULT
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_gguf, save_text_model
@@ -48,8 +49,11 @@ def in_new_process(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_help_imports_neither_torch_nor_pydantic():
-    code = "import sys; from mmspec.cli import main; main(['--help'])"
+def test_help_imports_neither_torch_nor_pydantic(monkeypatch):
+    """Idle threads will sleep soon."""
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    code = "import os, sys; from mmspec.cli import main; main(['--help']); print(os.environ['KMP_BLOCKTIME'])"
     done = in_new_process(f"{code}; sys.exit(not {{'torch', 'pydantic'}}.isdisjoint(sys.modules))")
     assert (done.returncode, "caption" in done.stdout) == (0, True)
 
@@ -107,12 +111,31 @@ def test_answer_on_stdout_and_statistics_on_stderr(generate, model):
     ended = "12 tokens (length, --max-new-tokens raises it)"
     for figure in (ended, "mean acceptance length", "drafter recycle", "steps"):
         assert figure in err
-    for nodes, drafted in (("0", "| drafter ngram (nothing drafted) |"), ("4", "| drafter ngram |")):
-        args = ("--drafter", "ngram", "--nodes", nodes, "--max-new-tokens", "9")
-        assert drafted in generate(" one two three" * 8, *args)[2]
     whole = mmspec.load(model, drafter=None).context_limit
-    full = generate("Describe", "--max-new-tokens", "100000", "--ignore-eos")[2]
-    assert f" tokens (length, the model's context of {whole}) | " in full
+    for limit, given in ((whole, ()), (60, ("--max-model-len", "60"))):
+        full = generate("Describe", "--max-new-tokens", "100000", "--ignore-eos", *given)[2]
+        assert f" tokens (length, the model's context of {limit}) | " in full
+
+
+@pytest.mark.parametrize(
+    ("reason", "drafter", "limit", "fields", "ended", "drafting"),
+    [
+        ("length", "ngram", 14, {}, "length, the model's context of 14", "ngram"),
+        ("length", "ngram", 15, {"lossless": False}, "length, --max-new-tokens raises it", "ngram, lossy"),
+        ("stop", "ngram", 14, {"num_draft_tokens": 0}, "stop", "ngram (nothing drafted)"),
+        ("stop", "ngram", 14, {"drafter_error": "E: its own"}, "stop", "ngram | drafting stopped (E: its own)"),
+        ("stop", "ngram", 14, {"num_spec_steps": 0, "num_draft_tokens": 0, "accept_lengths": []}, "stop", "ngram"),
+        ("stop", None, None, {}, "stop", "none"),
+    ],
+)
+def test_the_line_of_statistics(reason, drafter, limit, fields, ended, drafting):
+    stats = {"num_prompt_tokens": 11, "num_cached_tokens": 5, "num_generated_tokens": 3, "num_draft_tokens": 4}
+    stats |= {"num_spec_steps": 2, "accept_lengths": [1, 2], "wall_seconds": 2.0, "time_to_first_token": 0.5, **fields}
+    line = stats_line(mmspec.Generation("", [5, 6, 7], reason, mmspec.Stats(**stats)), drafter, limit)
+    speed = "2.0 tokens/s | mean acceptance length 1.50 | 2"
+    speed = speed if stats["num_spec_steps"] else "no decoding step to time | mean acceptance length 0.00 | 0"
+    rest = "prompt of 11 tokens, 5 cached | first token after 0.500 s"
+    assert line == f"3 tokens ({ended}) | {speed} steps | drafter {drafting} | {rest}"
 
 
 def test_json_is_one_object(generate, model):
@@ -131,7 +154,7 @@ def test_json_is_one_object(generate, model):
     assert stopped["drafter"] is None
 
 
-def test_comparison_with_plain_decoding(generate):
+def test_comparison_with_plain_decoding(generate, monkeypatch):
     args = ("A", "--max-new-tokens", "5", "--compare")
     _, out, err = generate(*args)
     assert "tokens: equal" in err
@@ -145,6 +168,8 @@ def test_comparison_with_plain_decoding(generate):
         compared = json.loads(generate(*given, "--json")[1])["compare"]
         assert (compared["equal"], compared["rounds"]) == (equal, 3)
         assert compared["decode_ratio"] > 0 < compared["end_to_end_ratio"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_user_error(generate(*args), "--compare decodes with one rank: got one of 2 ranks of a job")
 
 
 def test_prompt_from_stdin(generate, monkeypatch):

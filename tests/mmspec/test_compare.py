@@ -59,9 +59,15 @@ def test_margin_at_the_first_difference() -> None:
 def test_a_difference_in_words(token: int | None, shown: str) -> None:
     """Our token first, then plain decoding's."""
     pipe = Pipeline(TransformersTarget(byte_model()), Processor(byte_tokenizer()), None)
-    speed = Speed(10.0, 1.0, 0.1)
-    *_, last = _comparison_lines(Comparison(3, speed, speed, False, Difference(2, token, 7, 0.5)), pipe)
+    fast, slow = Speed(10.0, 1.0, 0.1), Speed(4.0, 3.0, 0.5)
+    first, second, last = _comparison_lines(Comparison(3, fast, slow, False, Difference(2, token, 7, 0.5)), pipe)
     assert last == f"tokens: differ first at position 2: {shown} against '%', logit margin 0.5 (float32)"
+    assert first == "decoding: 2.50x plain decoding (10.0 against 4.0 tokens/s)"
+    assert second.startswith("end to end: 5.00x (1.000 against 3.000 s); medians of 3 interleaved rounds, ")
+    one = Speed(0.0, 1.0, 0.1)
+    first, *_, last = _comparison_lines(Comparison(3, one, one, False, Difference(2, token, 7, None)), pipe)
+    assert first == "decoding: nothing to compare in an answer of one token"
+    assert last.endswith("against '%' (float32)")
 
 
 def test_an_answer_that_ends_early() -> None:

@@ -15,6 +15,7 @@ from mmspec.checking.sides import Answer, LocalSide, Question, SkippedError
 from mmspec.checking.statistics import ALPHA, _root, against_logprobs, against_probabilities, two_samples
 from mmspec.checking.trial import Record
 from mmspec.drafters.ngram import Ngram
+from mmspec.files import alone
 from tests.checking import trial_of
 from tests.commandline import assert_user_error, runner
 from tests.process import ROOT
@@ -23,6 +24,7 @@ from tests.tiny.configs import HYBRID_CONFIGS, TEXT_CONFIGS, TINY_SIZES
 from tests.tiny.models import text_model
 
 FAST = "prose,copy,logprobs,min-tokens,stop-string"
+PICTURE = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
 
 
 @pytest.fixture
@@ -96,9 +98,10 @@ def test_the_table_and_the_same_command_again(check, tmp_path, monkeypatch):
     out.write_text(out.read_text().replace('"equal"', '"failed"').replace('"power"', '"older"'))
     assert check("tiny-llava", "--out", str(out))[0] == 0
     assert ran[5:] == ["prose"]
-    picture = ("--media", str(ROOT / "vision/embedded/samples/scene.png"))
-    for other, name in ((("--drafter", "none"), "drafter"), (("--tie", "1"), '"tie": 1.0'), (picture, '"media": ["')):
+    for other, name in ((("--drafter", "none"), "drafter"), (("--tie", "1"), '"tie": 1.0'), (PICTURE, '"media": ["')):
         assert_user_error(check("tiny-llava", *other, "--out", str(out)), name, "choose another --out")
+    with alone(tmp_path / ".report.json.lock", out):
+        assert_user_error(check("tiny-llava", "--out", str(out)), "report.json: expected an output of this run alone")
 
 
 def test_what_plain_decoding_refuses_is_skipped():
@@ -150,14 +153,31 @@ def test_a_difference_is_exit_status_1(check, monkeypatch):
     difference |= {"found": "a", "expected": "b"}
     changed = {"name": "prose", "outcome": "different", "reason": "", "tokens": 3, "accepted": 0, "rehearsed": 0}
     changed |= {"seconds": 0.1, "differences": [difference], "notes": [], "power": {"variation 0.1": 0.954}}
-    bounds = []
-    monkeypatch.setattr(cases, "run_case", lambda trial, name: bounds.append(trial.bound) or changed)
-    status, out, _ = check("tiny-llava", "--only", "prose", "--tie", "0")
-    assert (status, bounds) == (1, [0])
+    limits, equal = [], changed | {"outcome": "equal", "differences": [], "power": {}, "seconds": 12.06}
+    found = {
+        "prose": changed,
+        "copy": equal | {"accepted": None, "tokens": 7, "reason": "why", "notes": ["one", "two"]},
+        "logprobs": equal | {"accepted": None, "rehearsed": 5},
+        "sampling": equal | {"accepted": 2, "rehearsed": 4},
+    }
+
+    def record(trial, name):
+        limits.append((trial.bound, len(trial.images)))
+        return found[name] | {"name": name}
+
+    monkeypatch.setattr(cases, "run_case", record)
+    status, out, _ = check("tiny-llava", "--only", ",".join(found), "--tie", "0", *PICTURE)
+    assert (status, limits) == (1, [(0, 1)] * 4)
+    rows = {line.split()[1]: line.split()[3:10:2] for line in out.splitlines() if line.startswith("│")}
+    assert rows.pop("prose") == ["different", "3", "0", "0.1"]
+    shown = {"copy": ("7", "?"), "logprobs": ("3", "5"), "sampling": ("3", "6")}
+    assert rows == {name: ["equal", *one, "12.1"] for name, one in shown.items()}
+    assert [line for line in out.splitlines() if line.startswith("copy:")] == ["copy: why", "copy: one", "copy: two"]
     assert "prose: 'Q' differs from plain decoding at token 3, logit margin 2: 'a' against 'b'" in out
     heading, row = (out.splitlines()[line].replace("┃", "│").split("│") for line in (1, 3))
     assert (heading[-2].strip(), row[-2].strip()) == ("power", "variation 0.1: 95%")
-    assert out.endswith("the drafter's drafts were never accepted, which proves little about them\n")
+    never = "the drafter's drafts were never accepted, which proves little about them"
+    assert cases.summary([changed]).endswith(never)
 
 
 def test_the_list(check):
@@ -168,7 +188,9 @@ def test_the_list(check):
 
 def test_mistakes(check, tmp_path):
     (tmp_path / "notes.txt").touch()
-    assert_user_error(check("--url", "http://127.0.0.1:1"), "--url and --against go together")
+    for given in ("--url", "--against"):
+        message = f"--url and --against go together: got {given} alone"
+        assert_user_error(check(given, "http://127.0.0.1:1", "--only", "prose"), message)
     assert_user_error(check("--only", "prose,prse"), "cases must be of prose", "got prse")
     assert_user_error(check("--media", str(tmp_path / "notes.txt")), "--media: expected images", "notes.txt")
     assert_user_error(check("--url", "http://127.0.0.1:1", "--against", "http://127.0.0.1:1"), "expected a server")

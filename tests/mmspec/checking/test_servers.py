@@ -255,10 +255,14 @@ def test_the_command_between_servers(servers, capfd):
     found = json.loads(capfd.readouterr().out)
     assert set(found) == {"model", "drafter", "versions", "cases"}
     assert (found["model"], found["drafter"]) == ("tiny-llava", None)
+    assert [found["versions"][name].split()[0] for name in ("url", "against")] == [one.url for one in servers]
     assert [(one["name"], one["outcome"]) for one in found["cases"]] == [("list", "equal"), ("stop-string", "equal")]
     with wrong(servers[0].url, without("stop")) as url:
         assert main(["check", "--url", url, *options[2:]]) == 1
     assert [one["outcome"] for one in json.loads(capfd.readouterr().out)["cases"]] == ["equal", "different"]
+    for given in (["nobody"], ["--model", "nobody"]):
+        assert main(["check", *given, *options]) == 2
+        assert "expected a server of nobody, received one of ['tiny-llava']" in capfd.readouterr().err
     with served(servers[1].pipe, api_key="sesame") as one:  # both sides get the key
         assert main(["check", "--url", one.url, "--against", one.url, "--api-key", "sesame", "--only", "list"]) == 0
 

@@ -15,6 +15,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,18 @@ import pytest
 from rich.console import Console
 
 import mmspec
+from mmspec import plugins
 from mmspec.cli import chat as module
 from mmspec.cli.chat import Chat, read_message
 from mmspec.cli.session import Answer
+from mmspec.engine.stats import Stats
 from mmspec.pipeline import Piece
 from mmspec.vision.embedded import samples
 from tests import thinking
 from tests.commandline import Run, assert_user_error, runner
+from tests.model_folders import save_gguf
 
-SCENE = samples() / "scene.png"
+SCENE, SHAPES = samples() / "scene.png", samples() / "five-shapes.png"
 FIRST = "Max has 24 apples. He buys 3 bags of 6 apples. How many apples does Max have now?"
 
 
@@ -41,7 +45,11 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    def give(*lines: str) -> None:
+        content = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
+
+    return give
 
 
 def counts(err: str) -> list[tuple[int, int]]:
@@ -52,27 +60,33 @@ def counts(err: str) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("model", "asked", "first", "second"),
     [
-        ("tiny-llava", ['/image "{path}"', "Describe the image."], "Describe the image.", "How many objects?"),
-        ("tiny-llava", ['Describe the image. "{path}"'], "Describe the image.", "How many objects are there?"),
-        ("tiny-llava", ["Describe the image. {escaped}"], "Describe the image.", "How many objects are there?"),
+        ("tiny-llava", ['/image "{path}" {other}', "Describe the image."], "Describe the image.", "What has {notes}"),
+        ("tiny-llava", ['Describe the image. "{path}" {other}'], "Describe the image.", "How many has no.png"),
+        ("tiny-llava", ["{escaped}", "Describe the image. {other}"], "Describe the image.", "How many are there?"),
         ("tiny-hybrid", [FIRST], FIRST, "And with 4 bags?"),
     ],
 )
 def test_a_turn_continues_the_one_before_and_reads_only_what_is_new(
-    model: str, asked: list[str], first: str, second: str, run: Run, typed: Callable[..., None], tmp_path: Path
+    model: str, asked: list[str], first: str, second: str, run: Run, typed: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """A hybrid's states are kept after a whole prompt, and after an answer that does not end among draft tokens."""
-    path = tmp_path / "a picture's copy.png"
+    path, notes = tmp_path / "a picture's copy.png", tmp_path / "notes.txt"
     path.write_bytes(SCENE.read_bytes())
+    notes.write_text("no image")
+    (tmp_path / "b.png").write_bytes(SHAPES.read_bytes())
+    monkeypatch.setenv("HOME", str(tmp_path))
     names = {"path": path, "escaped": re.sub(r"(?=[ '])", r"\\", str(path))}  # as terminals paste them
-    typed(*(line.format(**names) for line in asked), "", second, f"/save {tmp_path / 'chat.json'}")
+    given = asked[0]
+    asked, second = [line.format(**names, other="~/b.png") for line in asked], second.format(notes=notes)
+    typed(f"/image {notes}", *asked, "", f" {second} ", "/save ~/chat.json")
     status, out, err = run("--model", "smollm2", model, "--max-new-tokens", "40", "-c", "400")
-    assert status == 0
+    assert (status, err.count("error: "), f"note: {plugins.limits(model)}" in err) == (0, 1, True)
+    assert re.findall(r"images of the next message: (\d)", err) == {"/": ["2"], "{": ["1"]}.get(given[0], [])
     messages = json.loads((tmp_path / "chat.json").read_text())["messages"]
     assert [one["role"] for one in messages] == ["user", "assistant"] * 2
-    uri = f"data:image/png;base64,{base64.b64encode(SCENE.read_bytes()).decode()}"
-    image = {"type": "image_url", "image_url": {"url": uri}}
-    assert messages[0]["content"] == ([image, {"type": "text", "text": first}] if "llava" in model else first)
+    uris = [f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}" for file in (SCENE, SHAPES)]
+    images = [{"type": "image_url", "image_url": {"url": uri}} for uri in uris]
+    assert messages[0]["content"] == ([*images, {"type": "text", "text": first}] if "llava" in model else first)
     assert messages[2]["content"] == second
     assert out == "".join(f"{one['content']}\n" for one in messages[1::2])
     pipe = mmspec.load(model, drafter=None)
@@ -85,17 +99,17 @@ def test_a_turn_continues_the_one_before_and_reads_only_what_is_new(
 
 
 def test_a_conversation_is_saved_whole_and_continued(run: Run, typed: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    file = tmp_path / "a chat.json"
+    file = tmp_path / "a [b] chat.json"
     typed("/save nowhere/none/chat.json", "/load none.json", FIRST, f"/save '{file}'", "/reset", "/save empty.json")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nowhere").touch()
     status, _, err = run("tiny-hybrid", "--system", "Be <|brief|>.", "--max-new-tokens", "8")
     assert status == 0
-    assert err.count("error: ") == 2
+    assert (err.count("error: "), f"3 messages in {file}\n" in err) == (2, True)
     system, user, _ = json.loads(file.read_text())["messages"]
     assert (system, user["content"]) == ({"role": "system", "content": "Be <|brief|>."}, FIRST)
     assert json.loads((tmp_path / "empty.json").read_text())["messages"] == [system]
-    assert {path.name for path in tmp_path.iterdir()} == {"nowhere", "a chat.json", "empty.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"nowhere", file.name, "empty.json"}
     typed(f'/load "{file}"', "And now?", "/save more.json", "/load nowhere", "/save after.json")
     assert run("tiny-hybrid", "--max-new-tokens", "8")[0] == 0
     found = json.loads((tmp_path / "more.json").read_text())["messages"]
@@ -111,6 +125,8 @@ WRONG = {
     "/save 'a": "/save: expected words or quoted words, got 'a (No closing quotation)",
     f"/image {SCENE}": "the tiny model reads text only: got the image",
     "/load other.json": "other.json: expected an object with a list of messages, received none",
+    "/load none.json": "none.json: expected an object with a list of messages, received none",
+    "/load text.json": "text.json: expected an object with a list of messages, received none",
     "/load wrong.json": "content",
     "\udc80": "a message must be UTF-8: got bytes that are not",
     '"""begun': 'a message that starts with """ must end with them: got no end',
@@ -123,7 +139,8 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
     line: str, typed: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("other.json").write_text('{"message": []}')
+    for name, text in (("other", '{"message": []}'), ("none", '{"messages": []}'), ("text", '{"messages": "A"}')):
+        Path(f"{name}.json").write_text(text)
     Path("wrong.json").write_text('{"messages": [{"role": "user"}]}')
     chat = Chat(thinking.pipeline("text"), {"trace": False, "context_limit": None}, Console(stderr=True))
     chat.pipe.name = "the tiny model"
@@ -142,7 +159,7 @@ def test_what_cannot_be_done_is_one_line_and_changes_nothing(
         (["one", "two"], ["one", "two"]),
         (["one\\", "two\\", "three", "four"], ["one\ntwo\nthree", "four"]),
         (["one\\"], ["one\\"]),
-        (['"""one', "  two", 'three"""', "four"], ["one\n  two\nthree", "four"]),
+        (['"""one', "  two", 'three""" ', "four"], ["one\n  two\nthree", "four"]),
         (['"""', "one", '"""', '"""two"""'], ["one", "two"]),
     ],
 )
@@ -167,6 +184,10 @@ def test_reasoning_is_dim_and_goes_to_the_template(typed: Callable[..., None], m
     chat.take("/reset")
     chat.take("Which?")
     assert capfd.readouterr().out.replace("\x1b[0m\x1b[2m", "") == "\x1b[2mI ponder.\x1b[0m\n\nThis.\n"
+    chat.keywords["context_limit"] = limit = counts(err)[0][0] + 3
+    chat.take("/reset")
+    chat.take("Which?")
+    assert f"3 tokens (length, the model's context of {limit})" in capfd.readouterr().err
 
 
 def test_accepted_drafts_are_underlined(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -194,11 +215,36 @@ def iter_closing(pieces: list[Piece]) -> Iterator[Piece]:
     yield from pieces
 
 
-def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_an_answer_controls_no_terminal_and_warnings_follow_it(on_terminal: bool, monkeypatch: Any) -> None:
+    ended = []
+
+    def stream(fails: bool) -> Iterator[Piece]:
+        try:
+            yield Piece("A", [5], parts=[("", "A\a\t\x9b2J")])
+            print("late", file=sys.stderr)
+            yield Piece("B", [6], "stop", Stats(), parts=[() if fails else ("", "\nB\n")])
+        finally:
+            ended.append(fails)
+
+    for fails in (False, True):
+        shown = io.StringIO()
+        monkeypatch.setattr(shown, "isatty", lambda: on_terminal)
+        failure = pytest.raises(ValueError, match="unpack") if fails else nullcontext()
+        with failure, monkeypatch.context() as patch:
+            for name in ("stdout", "stderr"):
+                patch.setattr(sys, name, shown)
+            Answer().read(Console(file=io.StringIO()), stream(fails))
+        text = "A\t2J" if on_terminal else "A\a\t\x9b2J"
+        assert shown.getvalue() == text + ("\n" if fails else "\nB\n") + "late\n"
+    assert ended == [False, True]
+
+
+def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: Any, capfd: Any, tmp_path: Path) -> None:
     """The partial answer stays in the history; a message without an answer does not, but the images before it do."""
     chat = Chat(thinking.pipeline("text"), {"trace": False, "context_limit": None}, Console(stderr=True))
     chat.images = [image := {"type": "image_url", "image_url": {"url": "data:,"}}]
-    requests = []
+    requests, path = [], f"C {SCENE}"  # the model reads no images
 
     def stream(messages: Any, **keywords: Any) -> Iterator[Piece]:
         requests.append(messages)
@@ -206,7 +252,8 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
             yield Piece("Half an", [5, 6, 7], parts=[("", "Half"), ("", " an"), ("", "")])
         raise KeyboardInterrupt
 
-    events: Iterator[Any] = iter(["A", "B", "unsent", "C", "/reset", KeyboardInterrupt, "/d/e", KeyboardInterrupt, "E"])
+    stop = KeyboardInterrupt
+    events: Iterator[Any] = iter(["A", "B", "unsent", path, "/reset", stop, "/d/e", stop, "E"])
 
     def line() -> str:
         text = next(events, None)
@@ -214,7 +261,7 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
             raise EOFError
         chat.images += [image] * (text == "/reset")
         monkeypatch.setattr(module, "_typed", lambda: "unsent" if text == "unsent" else "")
-        if text in ("unsent", KeyboardInterrupt):
+        if text in ("unsent", stop):
             raise KeyboardInterrupt
         return str(text)
 
@@ -222,11 +269,16 @@ def test_ctrl_c_stops_an_answer_and_twice_the_chat(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "read_message", line)
     chat.run()
     half = {"role": "assistant", "content": "Half an"}
-    contents = [*([image, {"type": "text", "text": text}] for text in "AB"), "C", "/d/e"]
+    contents = [*([image, {"type": "text", "text": text}] for text in "AB"), path, "/d/e"]
     asked = [{"role": "user", "content": content} for content in contents]
     assert requests == [asked[:1], asked[1:2], [asked[1], half, asked[2]], asked[3:]]
     assert chat.messages == [asked[3], half]
     assert next(events) == "E"
+    chat.take(f"/save {tmp_path / 'chat.json'}")
+    chat.take("/reset")
+    chat.images = [image]
+    chat.take(f"/load {tmp_path / 'chat.json'}")
+    assert (chat.messages, chat.images) == ([asked[3], half], [])
     out, err = capfd.readouterr()
     assert out == "Half an\n" * 3
     notes = re.findall(r"stopped: (?:the message|3 tokens)|Ctrl-C again", err)
@@ -240,7 +292,7 @@ def test_refused_before_a_model_is_loaded(run: Run, monkeypatch: pytest.MonkeyPa
     assert_user_error(run("tiny-hybrid"), "a chat runs in one process: got one of 2 ranks of a job")
 
 
-def test_options_of_answers_and_templates(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_answers_and_templates(run: Run, monkeypatch: Any, tmp_path: Path) -> None:
     seen: list[Any] = []
     monkeypatch.setattr("mmspec.cli.session.fix_threads", seen.append)
     monkeypatch.setattr(Chat, "run", lambda chat: seen.append(chat.keywords))
@@ -249,6 +301,8 @@ def test_options_of_answers_and_templates(run: Run, monkeypatch: pytest.MonkeyPa
     threads, keywords = seen
     expected = {"trace": True, "chat_template_kwargs": {"a": 1}, "reasoning": "none", "max_new_tokens": 4096}
     assert (threads, keywords | expected) == (3, keywords)
+    assert run(str(save_gguf(tmp_path / "a.gguf")), "--temperature", "0.3")[0] == 0
+    assert (seen[-1]["temperature"], seen[-1]["top_k"]) == (0.3, 40)  # of the file if not given
 
 
 @pytest.mark.long
@@ -299,14 +353,29 @@ def test_on_a_terminal(tmp_path: Path) -> None:
     assert all(one["content"] for one in messages[1::2])
 
 
-def test_a_message_is_text(typed: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of special tokens in messages are no special tokens, also in a saved file. Failing files end a chat."""
+def test_a_message_is_text(typed: Callable[..., None], monkeypatch: Any, capfd: Any) -> None:
+    """Names of special tokens in messages are no special tokens. Failing files end a chat, other failures do not."""
     pipe = thinking.pipeline("text")
     chat = Chat(pipe, {"trace": False, "context_limit": None}, Console(stderr=True))
     seen = []
-    monkeypatch.setattr(pipe.engine, "submit", lambda request, *_: seen.append(request) or os.close(-1))
-    typed("</s>")
+    monkeypatch.setattr(
+        pipe.engine, "submit", lambda request, *_: seen.append(request) or (os.close(-1) if len(seen) > 1 else 1 / 0)
+    )
+    typed("</s>", "again", "never")
     with pytest.raises(OSError, match="Bad file descriptor"):
         chat.run()
+    assert "internal error: ZeroDivisionError: division by zero" in capfd.readouterr().err
+    assert (len(seen), sys.stdin.read(), chat.messages) == (2, "never\n", [])
     ids = seen[0].prompt.input_ids[0].tolist()
     assert ids.count(thinking.END) == 1
+
+
+def test_commands_on_a_terminal_whose_output_goes_to_a_file(typed: Any, monkeypatch: Any, capfd: Any) -> None:
+    typed("/help", '"""', '"""', "/exit", "never")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    pipe = thinking.pipeline("text")
+    Chat(pipe, {}, Console(stderr=True)).run()
+    out, err = capfd.readouterr()
+    shown = "".join(f"{f'{name} {words}':15} {text}\n" for name, (words, text) in module._COMMANDS.items())
+    assert (out, sys.stdin.read()) == ("", "never\n")
+    assert err == f"{pipe.name}, drafter none; /help lists commands\n>>> {shown}>>> ... >>> \n"

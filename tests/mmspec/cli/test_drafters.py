@@ -12,8 +12,10 @@ import mmspec
 from mmspec.cli import drafters as commands
 from mmspec.drafters.datastore import Datastore
 from mmspec.drafters.registry import make_drafter
+from mmspec.targets.processor import Processor
 from mmspec.training.data import Conversation
 from mmspec.training.features import ConversationFeatures, write_features
+from tests.mmspec.targets.test_detokenizer import _sentencepiece
 from tests.model_folders import save_llava, save_text_model
 
 
@@ -65,8 +67,8 @@ TURN = {"from": "human", "value": "a"}
         ('{"text": 3}', "text must be text: got 3"),
         ('{"conversations": [3]}', "conversations[0] must be an object: got 3"),
         (
-            json.dumps({"conversations": [TURN, TURN | {"token_ids": [1, 10**6]}]}),
-            "token_ids must be < 320: got 1000000",
+            json.dumps({"conversations": [TURN, TURN | {"token_ids": [320, 1]}]}),
+            "token_ids must be < 320: got 320",
         ),
         ("two é", "expected UTF-8, received b'two \\xe9'"),
     ],
@@ -78,9 +80,14 @@ def test_mistakes_name_the_line(model, tmp_path, line, message):
     assert not (tmp_path / "store").exists()
 
 
-def test_texts_in_parts_are_those_of_the_whole(model, tmp_path, monkeypatch):
+def test_texts_in_parts_are_those_of_the_whole(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_bytes("\ufeffone two\r\nthree\n\nfour".encode())
-    processor = mmspec.load(model, drafter=None).processor
+    processor = Processor(_sentencepiece("legacy"))  # which puts a token before prompts
+    turns = [{"from": "human", "value": "six"}, {"from": "gpt", "value": "x", "token_ids": [7, 8, 9]}]
+    rows = {"text": "a"}, {"conversations": turns}
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    a, six = (processor.text_ids(text, add_special_tokens=False) for text in ("a", "six"))
+    assert list(commands._texts(tmp_path / "b.jsonl", processor, 320)) == [a, [*six, 7, 8, 9]]
     whole = [token for part in commands._texts(tmp_path / "a.txt", processor, 9) for token in part]
     assert whole == processor.text_ids("one two\nthree\n\nfour", add_special_tokens=False)
     for characters, texts in {

@@ -27,7 +27,7 @@ from mmspec.engine.stats import Stats
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import SlowWarning
 from mmspec.ops import kernels
-from mmspec.pipeline import Generation, Piece
+from mmspec.pipeline import Piece
 from mmspec.sampling.sampler import Sampler
 from mmspec.targets.processor import Processor
 from mmspec.targets.transformers_target import TransformersTarget
@@ -294,13 +294,6 @@ def test_a_draft_model_with_a_shorter_context():
     found = mmspec.generate(target, drafter=Small(draft), nodes=4, return_dict_in_generate=True, **options)
     assert torch.equal(found.sequences, expected)
     assert found.stats[0].drafter_error.startswith("Small: IndexError")
-
-
-def test_the_line_of_figures_says_that_drafting_stopped():
-    _, (row,) = on_table(Failing(Ngram(), "propose"))
-    line = session.stats_line(Generation("", row.token_ids, "length", row.stats), "ngram", None)
-    assert "| drafter ngram (nothing drafted) | drafting stopped (Ngram: RuntimeError: the drafter's own) |" in line
-    assert row.stats.to_dict()["drafter_error"] == row.stats.drafter_error
 
 
 @pytest.mark.filterwarnings("error")

@@ -1,12 +1,14 @@
 """Endpoints: answers, streams, choices, forms of messages and prompts, limits, errors, other paths, spelt tokens."""
 
 import json
+import time
 from math import inf
 
 import httpx
 import pytest
 import torch
 from PIL import Image
+from prometheus_client import CollectorRegistry, Gauge
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 
@@ -14,6 +16,7 @@ import mmspec
 from mmspec import Piece, UserError
 from mmspec.engine.stats import Stats, TokenLogprob
 from mmspec.sampling.defaults import Defaults
+from mmspec.serving import formats
 from mmspec.serving.formats import ChatFormat, TextFormat
 from mmspec.serving.metrics import _PER_REQUEST
 from mmspec.serving.schemas import ChatCompletionRequest, CompletionRequest
@@ -41,6 +44,7 @@ def test_an_answer_is_that_of_the_pipeline(server, pipe):
     body = server.post(question(QUESTION, data_uri(SCENE))).json()
     assert body["object"] == "chat.completion"
     assert body["id"].startswith("chatcmpl-")
+    assert abs(body["created"] - time.time()) < 60
     (choice,) = body["choices"]
     assert choice["message"] == {"role": "assistant", "content": alone.text, "refusal": None}
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, alone.finish_reason, None)
@@ -139,12 +143,19 @@ def test_defaults_are_those_of_mmspec_generate(server, monkeypatch, config, fiel
 
 
 def test_more_tokens_than_the_limit_are_cut(pipe):
-    with served(pipe, Limits(max_tokens=5)) as server:
+    async def scrape():
+        Gauge("of_all", "Replicas.", registry=(found := CollectorRegistry())).set(5)
+        return found
+
+    with served(pipe, Limits(max_tokens=5, max_stored=1), scrape=scrape) as server:
+        assert "\nof_all 5.0\n" in httpx.get(f"{server.url}/metrics").text
         new = {"max_tokens": None, "max_completion_tokens": 6}
         for asked in ({"max_tokens": 4096}, new, {"max_tokens": 5}, {"max_tokens": None}):
             found = server.post(question(**asked)).json()
             assert (found["usage"]["completion_tokens"], found["choices"][0]["finish_reason"]) == (5, "length")
         assert server.post(question(max_tokens=4)).json()["usage"]["completion_tokens"] == 4
+        kept = [server.post({"model": "tiny-llava", "input": "A"}, "responses").json()["id"] for _ in range(2)]
+        assert [httpx.get(f"{server.url}/v1/responses/{name}").status_code for name in kept] == [404, 200]
 
 
 def test_a_follow_up_computes_its_own_tokens(pipe):
@@ -233,12 +244,15 @@ def test_models_health_and_metrics(server):
     before = figures(server)
     assert before["vllm:num_requests_running"] == before["vllm:num_requests_waiting"] == 0
     assert before["vllm:num_torch_threads"] == torch.get_num_threads()
+    began = time.perf_counter()
     for _ in range(2):
         server.post(question(max_tokens=20, n=2))
-    after = figures(server)
+    seconds, after = time.perf_counter() - began, figures(server)
     for name, count in (("time_to_first_token_seconds_count", 4), ("request_success_total/length", 4)):
         assert after[f"vllm:{name}"] - before.get(f"vllm:{name}", 0) == count
     assert after["vllm:inter_token_latency_seconds_count"] > before["vllm:inter_token_latency_seconds_count"]
+    latency = "vllm:inter_token_latency_seconds_sum"
+    assert after[latency] - before[latency] < 2 * seconds  # of two choices at a time
 
 
 def figures(server):
@@ -469,6 +483,7 @@ def test_a_middle_needs_its_tokens(server):
 
 
 def test_paths(server):
+    assert httpx.get(f"{server.url}/openapi.json").status_code == 404
     page = httpx.get(server.url)
     assert page.headers["content-type"].startswith("text/html")
     unknown = httpx.get(f"{server.url}/v2").json()["error"]["message"]
@@ -567,13 +582,17 @@ def test_tokens_of_one_text():
     assert logprobs["top_logprobs"][0] == {"a": -1.0, f"token_id:{named('<0x61>')}": -2.0}
 
 
-def test_chunks_of_reasoning_and_figures_of_two_choices():
+def test_chunks_of_reasoning_and_figures_of_two_choices(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(formats, "clock", lambda: now[0])
     asked = ChatCompletionRequest(messages=USER, n=2, stream=True, stream_options={"include_usage": True})
     form = ChatFormat("m", None, asked, ["", ""], "flash")
     first, second = (Stats(num_prompt_tokens=11, num_cached_tokens=cached, num_generated_tokens=3) for cached in (5, 6))
     first.record_step(4, 2, 1, 2)
     second.record_step(6, 3, 2, 3)
-    form.reached("queue_s")
+    for stage, seconds in (("queue_s", 2.0), ("first_token_s", 3.0), ("first_token_s", 11.0)):
+        now[0] += seconds
+        form.reached(stage)
     pieces = [(0, Piece("", [1], reasoning="Hm", num_reasoning_tokens=2)), (0, Piece("So", [2], reasoning="!"))]
     pieces += [(1, Piece("", [3])), (0, Piece("A", [4], "stop", first)), (1, Piece("B", [5, 6], "length", second))]
     *deltas, last = (chunk for index, piece in pieces for chunk in form.chunks(index, piece))
@@ -590,9 +609,11 @@ def test_chunks_of_reasoning_and_figures_of_two_choices():
     figures |= {"lossless": True, "num_rejected_outputs": 0, "drafter_error": "", "drafter": "flash"}
     assert (last["choices"], last["usage"]) == ((), usage | details)
     assert last["metrics"] == {"speculative_decoding": figures}
-    assert [last["timings"][name] for name in ("cache_n", "prompt_n", "predicted_n")] == [5, 6, 11]
+    timings = {"cache_n": 5, "prompt_n": 6, "prompt_ms": 3000, "prompt_per_token_ms": 500, "prompt_per_second": 2}
+    timings |= {"predicted_n": 11, "predicted_ms": 11000, "predicted_per_token_ms": 1000, "predicted_per_second": 1}
+    assert last["timings"] == timings
     logged = form.logged()
-    assert float(logged.pop("queue_s")) < 5
+    assert (logged.pop("queue_s"), logged.pop("first_token_s")) == ("2.000", "5.000")
     assert logged.pop("id").startswith("chatcmpl-")
     assert logged == {"finish": "stop,length", "prompt_tokens": 11, "generated_tokens": 6, "acceptance_length": 2.5}
     messages, said = [one["message"] for one in form.whole()["choices"]], {"role": "assistant", "refusal": None}

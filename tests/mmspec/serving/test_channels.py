@@ -160,6 +160,20 @@ def test_required_calls(running):
     assert (function, found.finish_reason, type(arguments["town"])) == ("weather", "tool_calls", str)
 
 
+def test_forms_beside_tools(running):
+    """A marker that is a token has no grammar of calls or answers; gpt-oss' is text."""
+    name, pipe, client = running
+    if name != "gpt-oss":
+        message = "response_format beside tools needs tool_choice none or required: got auto"
+        with pytest.raises(openai.BadRequestError, match=message) as refused:
+            both(client, tools=[TOOL], response_format=FORM)
+        assert refused.value.param == "response_format"
+    script(pipe, MODELS[name][-2].format('{"town": "Ulm", "days": 44}'), ())
+    found = both(client, tools=[TOOL], tool_choice="none", response_format=FORM, logit_bias={str(END): 50})
+    answer = json.loads(found.message.content)
+    assert (answer["town"], answer["days"]) == ("Ulm", 4)
+
+
 def test_arguments_are_constrained(running):
     """A value beyond its maximum, a word that is none of an enumeration, and an unknown argument."""
     name, pipe, client = running

@@ -10,6 +10,7 @@ from mmspec.engine.sequence import Sequence
 from mmspec.engine.stopping import Stopper
 from mmspec.sampling.defaults import Defaults
 from mmspec.serving import formats, runner
+from mmspec.serving.errors import APIError
 from mmspec.serving.media import MediaReader
 from mmspec.serving.metrics import Metrics
 from mmspec.targets.detokenizer import AnswerReader
@@ -69,6 +70,7 @@ ERRORS = {
         ),
         ({"tools": WRONG}, "tools", SCHEMA),
         ({"tools": WRONG, "tool_choice": "required"}, "tools", SCHEMA),
+        ({"tools": [function("other", type="y"), *WRONG], "tool_choice": function("wrong")}, "tools", SCHEMA),
         ({"speculative": "a"}, "speculative", "speculative must be one of true, false, 'flash': got 'a'"),
         ({"num_draft_tokens": 65}, "num_draft_tokens", "num_draft_tokens must be at most 64: got 65"),
         ({"num_draft_tokens": -1}, "num_draft_tokens", "num_draft_tokens must be >= 0: got -1"),
@@ -99,6 +101,9 @@ ERRORS = {
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", "text.format: schema goes with the type"),
         ({"input": [{"role": "user"}]}, "input[0].content", "input[0].content is required"),
         ({"input": user([{"type": "input_file"}])}, "input[0].content[0].type", "input[0].content[0].type must be"),
+        ({"input": user([5])}, "input[0].content[0]", "input[0].content[0] must be an object: got 5"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].type", "input[0].type must be 'message', "),
+        ({"input": [{"type": "reasoning", "content": [5]}]}, "input[0]", "input[0]: the content of reasoning must be"),
     ],
     "tokenize": [
         ({}, None, "the body: expected either prompt or messages"),
@@ -118,6 +123,8 @@ ERRORS = {
     "v1/conversations/x": [({}, None, "there is no /v1/conversations/x here: use POST /v1/responses with previous_")],
     "v1/audio/speech": [({}, None, "there is no /v1/audio/speech here: the model reads no audio")],
     "v2": [({}, None, "there is no /v2 here: expected one of " + ENDPOINTS)],
+    "v1/filesystem": [({}, None, "there is no /v1/filesystem here: expected one of " + ENDPOINTS)],
+    "x" * 200: [({}, None, f"there is no /{'x' * 99} here: expected one of " + ENDPOINTS)],
 }
 
 
@@ -136,6 +143,18 @@ def test_errors(server, path, error):
         code = "model_not_found" if message.startswith("unknown model") else None
         expected = {"message": found["message"], "type": "invalid_request_error", "param": param, "code": code}
         assert (response.status_code, found) == (status, expected)
+
+
+def test_kinds_of_errors():
+    openais = {400: "invalid_request_error", 429: "rate_limit_error", 499: "invalid_request_error"}
+    openais |= {401: "invalid_request_error", 500: "server_error", 503: "server_error"}
+    anthropics = openais | {401: "authentication_error", 500: "api_error", 503: "overloaded_error"}
+    for status, kind in openais.items():
+        error = APIError(status, "Wrong.", "a[0]", "b")
+        assert error.content() == {"error": {"message": "Wrong.", "type": kind, "param": "a[0]", "code": "b"}}
+        about = {"type": "error", "error": {"type": anthropics[status], "message": "Wrong."}}
+        assert error.content("/v1/messages/count_tokens") == about
+        assert error.content("/api/chat") == {"error": "Wrong."}
 
 
 class BrokenError(Exception):

@@ -146,7 +146,7 @@ def test_a_conversation_is_that_of_chat_completions(client):
         {
             "role": "assistant",
             "content": [
-                *({"type": "thinking", "thinking": text, "signature": "x"} for text in ("H", "m.")),
+                *({"type": "thinking", "thinking": text, "signature": "x"} for text in ("H ", " m.")),
                 {"type": "redacted_thinking", "data": "x"},
                 {"type": "text", "text": "See."},
                 {"type": "tool_use", "id": used.id, "name": "weather", "input": FIRST, **cache},
@@ -158,14 +158,14 @@ def test_a_conversation_is_that_of_chat_completions(client):
                 {"type": "tool_result", "tool_use_id": used.id, "content": "rain", "is_error": False},
                 {"type": "tool_result", "tool_use_id": "b", "content": [{"type": "text", "text": "sun"}], **cache},
                 {"type": "tool_result", "tool_use_id": "c"},
-                {"type": "text", "text": "And?"},
             ],
         },
+        {"role": "user", "content": [{"type": "text", "text": "And?"}]},
     ]
     wanted = [
         {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
         {"role": "user", "content": [{"type": "text", "text": "One"}, {"type": "text", "text": "two?"}]},
-        {"role": "assistant", "content": "See.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "assistant", "content": "See.", "reasoning_content": "H  m.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": used.id, "content": "rain"},
         {"role": "tool", "tool_call_id": "b", "content": "sun"},
         {"role": "tool", "tool_call_id": "c", "content": []},
@@ -179,6 +179,8 @@ def test_a_conversation_is_that_of_chat_completions(client):
     assert (found, asked_of.reasoning_effort) == (conversation(chat.messages, False), "low")
     text = parse(MessagesRequest, json.dumps({**body, "system": "Be\nbrief."}).encode())
     assert conversation(text.messages, False) == conversation(chat.messages, False)
+    alone = parse(MessagesRequest, json.dumps({**body, "system": ""}).encode())
+    assert alone.messages == chat.messages[1:]
 
 
 def test_thinking():
@@ -261,6 +263,7 @@ def test_fields_of_agents_are_ignored_and_counted(server):
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5}]}]}, "tool_call_id"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b"}]}]}, "tool_calls"),
         ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "xyz": 1}]}]}, "xyz is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": 5}]}]}, "messages[0].content[0]"),
         ({"system": 5}, "messages[0].content"),
         ({"tools": [5]}, "tools[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
@@ -302,6 +305,9 @@ def test_an_error_in_a_stream(server, monkeypatch):
     sent = httpx.post(f"{server.url}/api/chat", json=asked(model="tiny-llava")).text.splitlines()
     *_, said, failed = map(json.loads, sent)
     assert (said["done"], "internal error" in failed["error"]) == (False, True)
+    monkeypatch.setattr(AnswerReader, "append", at_call(0, append))
+    response = httpx.post(f"{server.url}/v1/messages", json=asked(model="tiny-llava"))
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "api_error")
     monkeypatch.setattr(AnswerReader, "append", at_call(2, append))
     events = []
     with client_of(server) as client:
@@ -322,6 +328,8 @@ def test_figures_of_an_answer():
     assert ended["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": "B"}
     cached = {"cache_read_input_tokens": 5, "cache_creation_input_tokens": 0}
     assert ended["usage"] == {"input_tokens": 6, "output_tokens": 3, **cached}
+    assert ended["metrics"]["speculative_decoding"]["drafter"] == "flash"
+    assert (events[0]["message"]["id"][:4], events[0]["message"]["model"]) == ("msg_", "m")
     assert [(event["type"], event.get("index")) for event in events[2:-2]] == [
         ("content_block_start", 0), ("content_block_delta", 0), ("content_block_stop", 0),
         ("content_block_start", 1), ("content_block_delta", 1), ("content_block_stop", 1),

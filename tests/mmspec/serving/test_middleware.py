@@ -118,6 +118,7 @@ def through(messages, kind="http", path="/v1/completions"):
     [
         [start(JSON), body(b"{}")],
         [start(JSON), body(b"{", True), body(b"}", False)],
+        [start(STREAM), body(b"data: 1\n\n")],
         [start(STREAM), body(b"data: 1\n\n", True), body(b"", False)],
         [start(JSON), body(b"{", True)],  # a length was stated: nothing can be added
         [start(JSON)],
@@ -248,21 +249,27 @@ def test_an_answer_is_a_line(path, fields, prefix, stream, server, lines):
 
 def test_requests_that_fail_are_lines(server, lines, monkeypatch):
     server.post(question(top_p=2))
-    httpx.get(f"{server.url}/x%0A%22y")
+    httpx.get(f"{server.url}/x%0A%22{'y' * 300}")
     httpx.get(f"{server.url}/v1/models", headers={"Origin": "http://evil.example"})
     (wrong, unknown, refused) = lines(3)
     assert (wrong["status"], wrong["finish"], wrong["level"]) == ("400", "error", "INFO")
     assert wrong["error"] == "top_p must be <= 1: got 2"
-    assert (unknown["endpoint"], unknown["status"]) == ("GET /x%0A%22y", "404")
+    assert (unknown["endpoint"], unknown["status"]) == (f"GET /x%0A%22{'y' * 196}", "404")
     assert unknown["error"].startswith("there is no /x")
     assert (refused["endpoint"], refused["status"], refused["finish"]) == ("GET /v1/models", "403", "error")
     assert {"id", "prompt_tokens", "queue_s"}.isdisjoint(wrong)
 
-    def broken(*_, **__):
-        raise RuntimeError("out of\norder")
+    append, left = AnswerReader.append, []
+
+    def broken(*args, **keywords):
+        if not left:
+            raise RuntimeError("out of\norder")
+        left.pop()
+        return append(*args, **keywords)
 
     monkeypatch.setattr(AnswerReader, "append", broken)
-    for stream in (False, True):
+    for stream, pieces in ((False, 0), (True, 0), (True, 2)):
+        left += [None] * pieces
         server.post(question(stream=stream))
         (failed,) = lines(1)
         assert (failed["status"], failed["finish"], failed["level"]) == ("500", "error", "ERROR")

@@ -1,6 +1,8 @@
 """Ollama's API with the official client, and the endpoints of llama.cpp's server that describe it."""
 
 import json
+import time
+from datetime import datetime
 
 import httpx
 import pytest
@@ -37,6 +39,7 @@ def both(call, **fields):
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
     for one in (whole, parts[-1]):
         assert (one.done, one.model) == (True, "tiny")
+        assert abs(datetime.fromisoformat(one.created_at).timestamp() - time.time()) < 60
         assert 0 < one.eval_duration < one.total_duration < 60e9
         assert one.total_duration == one.eval_duration + one.prompt_eval_duration
     counts = ("done_reason", "prompt_eval_count", "eval_count")
@@ -70,7 +73,7 @@ def test_chats(client):
 
 def test_formats(client):
     scripted('{"a": "x"}', tools=())
-    for form in (SCHEMA, "json"):
+    for form in (SCHEMA, "json", ""):
         assert json.loads(both(client.chat, messages=USER, format=form).message.content) == {"a": "x"}
         assert json.loads(both(client.generate, prompt=USER[0]["content"], format=form).response) == {"a": "x"}
     scripted('{"b": 1}', tools=())
@@ -112,20 +115,25 @@ def test_thinking():
         assert (text.thinking, text.response) == (reasoning, answer)
         counts = [
             client.chat("tiny", USER, think=think, options={"num_predict": 1}).prompt_eval_count
-            for think in (None, True, False)
+            for think in (None, True, False, "high")
         ]
         assert counts[0] == counts[1] < counts[2]  # an empty block of reasoning
+        assert counts[3] == counts[0] + len("effort high")
+        turns = [[*USER, {"role": "assistant", "content": "Ulm", **more}] for more in ({}, {"thinking": "It is"})]
+        with_it, without = (client.chat("tiny", one, options={"num_predict": 1}).prompt_eval_count for one in turns)
+        assert without - with_it == len("(It is)")
         assert client.show("tiny").capabilities == ["completion", "tools", "thinking"]
 
 
 def test_images(server, tiny_llava):
     """The client reads the file; the answer equals the chat request's."""
     client, limit = tiny_llava, {"num_predict": 16}
-    content = server.post(question("Describe the image.", data_uri(SCENE))).json()["choices"][0]["message"]["content"]
+    body = server.post(question("Describe the image.", data_uri(SCENE))).json()
+    content = body["choices"][0]["message"]["content"]
     message = {"role": "user", "content": "Describe the image.", "images": [SCENE]}
     assert client.chat("tiny-llava", [message], options=limit).message.content == content
     found = client.generate("tiny-llava", "Describe the image.", images=[SCENE.read_bytes()], options=limit)
-    assert found.response == content
+    assert (found.response, found.prompt_eval_count) == (content, body["usage"]["prompt_tokens"])
     plain = {"temperature": 2.0, "seed": 5, "top_p": 0.9, "top_k": 9, "presence_penalty": 1.5, "frequency_penalty": 1.0}
     body = question("Describe the image.", data_uri(SCENE), repetition_penalty=1.7, **plain)
     answer = client.chat("tiny-llava", [message], options={**limit, "repeat_penalty": 1.7, **plain})
@@ -134,6 +142,8 @@ def test_images(server, tiny_llava):
     tokens = [one for part in parts for one in part.logprobs or ()]
     assert "".join(one.token for one in tokens).removesuffix("</s>").strip() == content
     assert all(len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob for one in tokens)
+    bare = client.chat("tiny-llava", [{"role": "user", "images": [SCENE]}], options=limit)
+    assert bare.prompt_eval_count < found.prompt_eval_count
     system = client.generate("tiny-llava", "Describe the image.", system="Be brief.", images=[SCENE], options=limit)
     assert system.prompt_eval_count > found.prompt_eval_count
 
@@ -153,8 +163,11 @@ def test_descriptions(server, tiny_llava):
     props = httpx.get(f"{server.url}/props").json()
     assert (props["total_slots"], props["modalities"]) == (8, {"vision": True, "audio": False})
     assert props["default_generation_settings"]["n_ctx"] == server.pipe.context_limit
+    names = {"model_path": "tiny-llava", "model_alias": "tiny-llava", "chat_template": shown.template}
+    assert props.items() >= names.items()
     slots = httpx.get(f"{server.url}/slots").json()
-    assert [(slot["id"], slot["is_processing"]) for slot in slots] == [(number, False) for number in range(8)]
+    limit = server.pipe.context_limit
+    assert slots == [{"id": number, "n_ctx": limit, "is_processing": False} for number in range(8)]
 
 
 def test_slots_that_run(server, slow):
@@ -165,6 +178,8 @@ def test_slots_that_run(server, slow):
         assert (json.loads(next(lines))["done"], stream.headers["content-type"]) == (False, "application/x-ndjson")
         slots = httpx.get(f"{server.url}/slots").json()
         assert [slot["is_processing"] for slot in slots] == [True] + [False] * 7
+        found = figures(server)
+        assert [found[f"vllm:num_requests_{state}"] for state in ("running", "waiting")] == [1, 0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -177,7 +192,7 @@ def test_timings_of_llama_cpp(server, stream):
     assert timings["prompt_n"] + timings["cache_n"] == usage["prompt_tokens"]
     assert timings["predicted_n"] == usage["completion_tokens"] == 12
     for name in ("prompt", "predicted"):
-        assert timings[f"{name}_ms"] > 0
+        assert timings[f"{name}_per_token_ms"] == timings[f"{name}_ms"] / timings[f"{name}_n"] > 0
         per_second = timings[f"{name}_n"] / timings[f"{name}_ms"] * 1e3
         assert timings[f"{name}_per_second"] == pytest.approx(per_second)
 
@@ -198,10 +213,14 @@ def test_timings_of_llama_cpp(server, stream):
         ({"think": 5}, "reasoning_effort must be text"),
         ({"images": ["!"]}, "a data URI must contain base64"),
         ({"images": [5]}, "messages[0].content[0]"),
+        ({"messages": [5]}, "messages[0] must be an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "messages[0].tool_calls[0] must be an object"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": 5}]}]}, "messages[0].tool_calls[0]"),
     ],
 )
 def test_errors(server, fields, error):
-    response = httpx.post(f"{server.url}/api/generate", json={"model": "tiny-llava", "prompt": "a", **fields})
+    path, more = ("chat", {}) if "messages" in fields else ("generate", {"prompt": "a"})
+    response = httpx.post(f"{server.url}/api/{path}", json={"model": "tiny-llava", **more, **fields})
     assert (response.status_code, response.json().keys()) == (404 if "model" in fields else 400, {"error"})
     assert error in response.json()["error"]
 

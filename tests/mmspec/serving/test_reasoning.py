@@ -153,6 +153,9 @@ def test_variables_of_the_template(running):
     plain = client.chat.completions.create(**asked(max_tokens=1)).usage.prompt_tokens
     high = client.chat.completions.create(**asked(max_tokens=1), reasoning_effort="high").usage.prompt_tokens
     assert high - plain == len("effort high")
+    own = {"chat_template_kwargs": {"reasoning_effort": "minimal"}}  # counts more
+    given = client.chat.completions.create(**asked(max_tokens=1), reasoning_effort="high", extra_body=own)
+    assert given.usage.prompt_tokens - plain == len("effort minimal")
     response = client.responses.create(model="tiny", input="Which?", reasoning={"effort": "high"}, max_output_tokens=1)
     assert response.usage.input_tokens == high
     for name in ("messages", "tokenize", "add_generation_prompt", "chat_template"):

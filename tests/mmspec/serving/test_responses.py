@@ -1,5 +1,6 @@
 """The Responses API, compared with chat completions: openai-python as the client."""
 
+import json
 import time
 from typing import Literal
 
@@ -7,8 +8,8 @@ import pydantic
 import pytest
 
 from mmspec.serving.errors import APIError
-from mmspec.serving.responses import ITEMS, StoredResponses, chat_messages
-from mmspec.serving.schemas import MOST_ITEMS, conversation
+from mmspec.serving.responses import ITEMS, ResponsesRequest, StoredResponses, chat_messages
+from mmspec.serving.schemas import MOST_ITEMS, conversation, parse
 from tests.testkit.served import QUESTION, SCENE, data_uri, question, served
 
 openai = pytest.importorskip("openai")
@@ -149,17 +150,36 @@ def test_an_error_after_the_first_event(pipe, monkeypatch):
 
 def test_calls_belong_to_the_message_before_them():
     calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
-    results = [{"type": "function_call_output", "call_id": name, "output": "1"} for name in "ab"]
+    outputs = zip("ab", ("1", [{"type": "input_text", "text": "1"}]), strict=True)
+    results = [{"type": "function_call_output", "call_id": name, "output": output} for name, output in outputs]
     said = {"type": "message", "role": "assistant", "content": "I call."}
-    turns, _ = conversation(chat_messages(ITEMS.validate_python([said, *calls, *results, *calls])), reads_media=False)
+    thoughts = [{"type": "reasoning", "content": [{"text": text}, {"text": "."}]} for text in ("Well", "Hm")]
+    items = ITEMS.validate_python([*thoughts, said, *calls, *results, thoughts[0], *calls, said])
+    (alone, *turns), _ = conversation(chat_messages(items), reads_media=False)
+    assert (alone["content"], alone["reasoning_content"], turns[0]["reasoning_content"]) == ("", "Well.", "Hm.")
     assert [(turn["role"], turn["content"]) for turn in turns] == [
         ("assistant", "I call."),
         ("tool", "1"),
         ("tool", "1"),
         ("assistant", ""),
+        ("assistant", "I call."),
     ]
     assert [[call["id"] for call in turns[at]["tool_calls"]] for at in (0, 3)] == [["a", "b"]] * 2
     assert [turn["tool_call_id"] for turn in turns[1:3]] == ["a", "b"]
+
+
+def test_a_response_repeats_its_request():
+    tool = {"type": "function", "name": "f", "parameters": {}}
+    given = {"instructions": "Be brief.", "max_output_tokens": 9, "metadata": {"a": "b"}, "parallel_tool_calls": False}
+    given |= {"previous_response_id": "r", "store": False, "tool_choice": "required", "top_logprobs": 3, "user": "u"}
+    asked = parse(ResponsesRequest, json.dumps({"input": "A", "tools": [tool], **given, "temperature": 0.5}).encode())
+    given |= {"tools": [tool | {"description": None}], "reasoning": {"effort": None}, "truncation": "disabled"}
+    text = {"text": {"format": {"type": "text"}}}
+    assert asked.about({"temperature": 0.3, "top_p": 0.7}) == {**given, **text, "temperature": 0.3, "top_p": 0.7}
+    assert asked.about({}) == {**given, **text, "temperature": 0.0, "top_p": 1.0}
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    formed = parse(ResponsesRequest, json.dumps({"input": "A", "text": {"format": {"name": "x", **form}}}).encode())
+    assert formed.about({})["text"] == {"format": form}
 
 
 def test_conversations_have_at_most_as_many_messages_as_chat_requests():

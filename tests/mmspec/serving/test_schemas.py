@@ -76,6 +76,10 @@ CASES = [
         "messages[0]: tool_call_id goes with the role tool",
     ),
     (
+        {"messages": [{"role": "user", "content": "a", "refusal": "b"}]},
+        "messages[0].refusal is not supported: expected it to be left out, got 'b'",
+    ),
+    (
         {"max_tokens": 5, "max_completion_tokens": 6},
         "the body: max_tokens and max_completion_tokens are one limit: got 5 and 6",
     ),
@@ -218,6 +222,7 @@ def conversation_of(*messages, reads_media=False):
             [
                 {"role": "assistant", "name": "bob", "refusal": "No."},
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+                {"role": "assistant", "content": "No.", "refusal": "Never."},
             ],
         ),
     ],
@@ -227,6 +232,17 @@ def test_forms_of_messages(content, forms):
     for form in forms:
         role = form["role"].replace("developer", "system")
         assert conversation_of(form) == ([{"role": role, "content": content}], [])
+
+
+def test_calls_results_and_reasoning():
+    """A result has its function's name, unless it has its own."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    results = [{"role": "tool", "content": "1", "tool_call_id": name} for name in "ab"]
+    named = {"role": "tool", "content": "2", "name": "g", "tool_call_id": "a"}
+    found, _ = conversation_of(said | {"reasoning": "Hm"}, *results, named, {"role": "assistant", "content": "B"})
+    assert found[0] == said | dict.fromkeys(("reasoning", "reasoning_content", "thinking"), "Hm")
+    assert found[1:] == [results[0] | {"name": "f"}, results[1], named, {"role": "assistant", "content": "B"}]
 
 
 def test_forms_of_an_image():

@@ -91,7 +91,7 @@ def test_adapters_are_models(tmp_path):
 
 @pytest.fixture(scope="module")
 def pipes():
-    loading = {**LOADING, "prefix_cache": 64 << 20}
+    loading = {**LOADING, "prefix_cache": 64 << 20, "generation_config": "mmspec"}
     return ServerSettings(loading, Limits(max_draft_tokens=20), {}, others=NAMES[1:]).pipelines()
 
 
@@ -114,6 +114,7 @@ def answer(response):
 
 def test_answers_are_those_of_plain_decoding(running, pipes):
     assert list(pipes) == NAMES
+    assert {(pipe.max_num_seqs, pipe.generation_config) for pipe in pipes.values()} == {(8, "mmspec")}
     assert len({pipe.engine for pipe in pipes.values()}) == 1
     before, choices = figures(running), [True, False, *NAMES, None]
     plain = [

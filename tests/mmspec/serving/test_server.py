@@ -108,13 +108,16 @@ def test_while_the_model_loads():
     with listen("127.0.0.1", 0) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         with loading(listening):
-            for path, status in (("/livez", 200), ("/health", 503), ("/readyz", 503), ("/v1/models", 503)):
+            unready = ("/health", "/readyz", "/v1/models", "/v1/messages")
+            for path, status in (("/livez", 200), *((path, 503) for path in unready)):
                 response = httpx.get(url + path, timeout=30)
                 assert (path, response.status_code) == (path, status)
                 if status == 503:
                     message = "the server is loading its model: try again later"
                     assert response.json()["error"]["message"] == message
                     assert response.headers["Retry-After"] == "1"
+                    kind = "overloaded_error" if path == "/v1/messages" else "server_error"
+                    assert response.json()["error"]["type"] == kind
         with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.2) as client:  # nobody answers, nobody refuses
             client.get(f"{url}/livez")
 
@@ -168,6 +171,13 @@ def test_mistakes_are_one_line(options, message, capfd):
     ("options", "expected"),
     [
         ("", {"adapt": None, "drafter": "auto", "others": [], "rest": ("127.0.0.1", 8000), "prefix_cache": 1 << 31}),
+        (
+            "--host ::1 --api-key k --adapter a=. --prefix-cache-size 3",
+            {
+                **{"api_key": "k", "hosts": {"localhost", "127.0.0.1", "[::1]", "::1"}, "adapters": {"a": "."}},
+                **{"prefix_cache_size": 3 << 20, "device_map": None, "rest": ("::1", 8000)},
+            },
+        ),
         ("--adapt", {"adapt": AdaptOptions()}),
         ("--adapt-folder . --adapt-space 64", {"adapt": AdaptOptions(Path(), 64)}),
         ("--drafter ngram --prefix-cache-dir .", {"drafter": "ngram", "others": [], "prefix_cache_dir": Path()}),
@@ -197,6 +207,16 @@ def test_options(options, expected, monkeypatch):
     assert {name: given[name] for name in expected} == expected
 
 
+def test_mistakes_of_a_job(capfd, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("_here", "_on_ray"):
+        monkeypatch.setattr(f"mmspec.serving.command.{name}", lambda *_: None)
+    assert main(["serve", "--drafter", "ngram", "--drafter", "recycle"]) == main(["serve", "--engine", "ray"]) == 2
+    sharded, own = capfd.readouterr().err.splitlines()
+    assert sharded == "error: a model that is sharded over ranks goes with one --drafter: got 2"
+    assert own == "error: --engine ray starts its own processes: got one of 2 ranks of a job"
+
+
 def test_formats_are_those_of_the_command_line():
     options = {one.name: one for one in serve.params}
     assert options["tool_call_parser"].type.choices == NAMES
@@ -204,7 +224,10 @@ def test_formats_are_those_of_the_command_line():
 
 
 def test_a_port_in_use(capfd):
-    with listen("::" if socket.has_dualstack_ipv6() else "127.0.0.1", 0) as taken:
+    both = socket.has_dualstack_ipv6()
+    with listen("[::1]" if both else "localhost", 0) as local:
+        assert local.getsockname()[0] == ("::1" if both else "127.0.0.1")
+    with listen("::" if both else "127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--port", str(port)]) == 2
         assert capfd.readouterr().err == f"error: cannot listen on 127.0.0.1, port {port}: Address already in use\n"

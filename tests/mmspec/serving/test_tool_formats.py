@@ -23,7 +23,7 @@ from mmspec.serving.call_formats import (
     QWEN3_CODER,
     tool_format,
 )
-from mmspec.serving.tools import CallReader, prompted
+from mmspec.serving.tools import CallReader, plan_tools, prompted
 from mmspec.targets.processor import Processor
 
 # The lines of published templates that show the format.
@@ -174,6 +174,17 @@ def test_grammars(form):
     assert accepts(either, written(form, heat))
 
 
+@pytest.mark.parametrize("form", FORMATS, ids=label)
+def test_arguments_that_may_be_left_out(form):
+    properties = {name: {"type": "integer"} for name in "ab"} | {"c": {"type": "array", "items": {"$ref": "#/$defs/N"}}}
+    schema = {"properties": properties, "required": ["b"], "additionalProperties": False}
+    tool = {"name": "f", "parameters": {**schema, "$defs": {"N": {"type": "integer"}}}}
+    grammar, given = form.grammar([tool], marked=True, several=False), {"a": 1, "b": 2, "c": [3]}
+    for names in ("", "a", "b", "c", "ab", "ac", "bc", "abc"):
+        assert accepts(grammar, written(form, ("f", {name: given[name] for name in names}))) == ("b" in names), names
+    assert accepts(grammar, written(form, ("f", {"b": 2, "c": ["3"]}))) == bool(form.quote)  # lists are free there
+
+
 def test_bare_calls_may_be_spread_over_many_lines():
     """Objects in objects, as far to the right as they come."""
     inner = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -204,7 +215,7 @@ def test_prompts_without_a_template_for_tools():
         return [
             {"role": "system", "content": wrap("Be brief.")},
             {"role": "user", "content": wrap("Heat!")},
-            {"role": "assistant", "content": wrap("Well."), "tool_calls": calls * 2},
+            {"role": "assistant", "content": wrap("Well."), "tool_calls": calls * 2, "reasoning": "Hm"},
             {"role": "tool", "content": wrap("one"), "tool_call_id": "1"},
             {"role": "tool", "content": wrap("two"), "tool_call_id": "1"},
         ]
@@ -215,6 +226,7 @@ def test_prompts_without_a_template_for_tools():
     found = prompted(turns(lambda text: text), TOOLS)
     assert [message["role"] for message in found] == ["system", "user", "assistant", "user"]
     assert [message["content"] for message in found[1:]] == expected
+    assert [message.get("reasoning") for message in found] == [None, None, "Hm", None]
     assert found[0]["content"].endswith("Answer without a call where none is needed.\n\nBe brief.")
     assert json.dumps(TOOLS[0]) in found[0]["content"]
     # Models that read images take lists of items.
@@ -367,6 +379,15 @@ def test_only_what_may_be_a_call_is_held():
         reader = CallReader(HERMES, FUNCTIONS[:1])
         assert reader.feed(held).to_dict() == {}
         assert reader.feed(more).to_dict() == {"content": held + more}
+    text = call("a_b", SMALL)
+    assert CallReader(HERMES, [{"name": "a.b"}]).feed(text).to_dict() == {"content": text}
+
+
+@pytest.mark.parametrize("special", [(), ("<tool_call>",)])
+def test_calls_without_a_marker_that_is_a_token_are_text(special):
+    text, plan = call("stop", "{}"), plan_tools(SimpleNamespace(special_tokens=special), HERMES, TOOLS, "auto")
+    delta = plan.reader().feed(text, final=True)
+    assert (delta.content, len(delta.calls)) == ((text, 0) if special else ("", 1))
 
 
 def test_a_marker_before_the_output():
@@ -377,3 +398,4 @@ def test_what_begins_like_a_call_is_not_held_for_ever():
     reader = CallReader(HERMES)
     assert not reader.feed("<tool_call>" + "x" * 150).content
     assert reader.feed("y" * 100).content == "<tool_call>" + "x" * 150 + "y" * 100
+    assert reader.feed("z").content == "z"

@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from mmspec import Pipeline
+from mmspec import Pipeline, UserError
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
@@ -120,6 +120,7 @@ def both(client, **fields):
     for one in (whole, final):
         calls = one.message.tool_calls or []
         assert len({call.id for call in calls}) == len(calls)
+    assert not any("index" in call.to_dict() for call in whole.message.tool_calls or ())  # which chunks have
     return whole
 
 
@@ -150,8 +151,9 @@ def test_arguments_are_constrained_once_a_call_has_begun(client, marked):
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "clock"}}], ids=str)
 def test_calls_that_are_required(client, choice):
-    scripted("No.")
-    found = both(client, tool_choice=choice, logit_bias={str(END): 100})
+    scripted('"No."')
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "No."}}}  # of answers without calls
+    found = both(client, tool_choice=choice, logit_bias={str(END): 100}, response_format=form)
     assert (found.message.content, found.finish_reason) == (None, "tool_calls")
     ((name, arguments),) = called(found)
     if name == "clock":
@@ -214,12 +216,23 @@ def test_other_formats(name):
             choice = both(client)
             assert (choice.message.content, called(choice)) == (None, [("weather", SECOND)])
             assert name != "mistral" or len(choice.message.tool_calls[0].id) == 9
+        if name == "llama3_json":  # only the start of an output may be a call
+            scripted(said := 'See {"name": "Ana"}', pipe=pipe)
+            assert both(client).message.content == said
         fields = asked(tool_choice="required", logit_bias={str(END): 100})
         tokens = [client.chat.completions.create(**one).usage.prompt_tokens for one in (asked(max_tokens=1), fields)]
         assert tokens[1] - tokens[0] == (name == "mistral")  # the marker, as one token
         forced = both(client, tool_choice="required", logit_bias={str(END): 100}, max_tokens=400)
         assert len(called(forced)) == 1
         assert forced.finish_reason == "tool_calls"
+
+
+def test_a_named_format_needs_tools_in_the_template():
+    with (
+        pytest.raises(UserError, match="tool parser mistral needs"),
+        served(pipeline("generic"), tool_call_parser="mistral"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
