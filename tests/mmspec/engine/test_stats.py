@@ -13,7 +13,7 @@ from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.engine import stats
 from mmspec.engine.policy import DraftPolicy
-from mmspec.engine.stats import TreeRecord, token_logprobs, token_origins
+from mmspec.engine.stats import token_logprobs
 from mmspec.engine.stopping import Stopper
 from mmspec.errors import UserError
 from mmspec.sampling.batch_sampler import BatchSampler
@@ -235,15 +235,6 @@ def test_probabilities_are_the_models_own():
         prefix += [*(step.tokens[node] for node in step.path[1:]), step.bonus]
         assert step.bonus_prob == expected(prefix[:-1], step.bonus)
     assert answer.stats.num_draft_tokens > 5
-
-
-def test_every_token_has_an_origin():
-    steps = [([1, 2, 3], [0, 2]), ([3], [0]), ([4, 5], [0]), ([1, 2, 3], [0, 1, 2])]  # tokens, and the accepted path
-    origins = token_origins(TreeRecord(tokens, [], path, 9, [], 0.0) for tokens, path in steps)
-    assert origins == [
-        *(("first", 0), ("accepted", 1), ("bonus", 1), ("plain", 2), ("bonus", 3)),
-        *(("accepted", 4), ("accepted", 4), ("bonus", 4)),
-    ]
 
 
 def test_guesses_are_shares_of_their_parents():
