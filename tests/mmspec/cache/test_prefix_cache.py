@@ -229,12 +229,13 @@ def test_text_before_or_between_media_alone_is_not_reused(name, places):
     sampler, stopper = defaults.sampler(SamplingParams()), Stopper(4, criteria=[])
     rows = [row for one in (followed(media, words), later) for row in engine.add(one, sampler, stopper)]
     engine.wait(lambda: all(row.done for row in rows))
-    answered(target, prefixes, followed(later, rows[1].token_ids))
-    for place in places:
-        ids = later.input_ids.clone()
-        ids[0, place] = 9
-        edited = replace(later, input_ids=ids)
-        assert answered(target, prefixes, edited) == (answered(target, None, edited)[0], 0)
+    for token in (9, 8):  # before and after the next turn
+        for place in places:
+            ids = later.input_ids.clone()
+            ids[0, place] = token
+            edited = replace(later, input_ids=ids)
+            assert answered(target, prefixes, edited) == (answered(target, None, edited)[0], 0)
+        answered(target, prefixes, followed(later, rows[1].token_ids))
     assert answered(target, prefixes, later)[1] == later.input_ids.shape[1] - 1
 
 
