@@ -254,6 +254,7 @@ def test_recycle_learns_from_every_node():
         logits[0, node, successor] = 20.0
     for one in (drafter, paired):
         begun(one, [[1, 2]], vocab=9)
+        one.rows = [(1, 2)]
         one.observe(tree, accept_path(tree, torch.tensor([[5, 7, 8, 1]])), TargetOutput(logits, {}))
     found = [[*paired._table[context]] for context in ((2, 4), (2, 6), (4, 3))]
     assert found == [[7], [8], [1]]
