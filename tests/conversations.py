@@ -1,8 +1,11 @@
 """Prompts of conversations, answered step by step with a prefix cache."""
 
+from unittest.mock import patch
+
 import torch
 
 from mmspec import SamplingParams, plugins
+from mmspec.cache.prefix_cache import PrefixReuse
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt
 from mmspec.drafters.ngram import Ngram
@@ -18,13 +21,20 @@ def new_target(model):
     return plugins.target_class(model.config)(model)
 
 
-def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8, **settings):
-    """Tokens of a prompt's answer, and how many of the prompt's states were known."""
+def answered(target, prefixes, prompt, drafter=None, nodes=6, new=8, chunk=None):
+    """Tokens of a prompt's answer, and how many of the prompt's states were known; with a ``chunk``, prefilled in
+    passes of so many tokens, as beside other sequences."""
     sampler = defaults.sampler(SamplingParams(seed=3))
-    plan = StepPlan(nodes, 3)
-    *_, (row,) = decode(
-        target, drafter, prompt, sampler, Stopper(new, criteria=[]), plan, prefixes=prefixes, **settings
-    )
+    plan, prefill = StepPlan(nodes, 3), PrefixReuse.prefill
+
+    def in_chunks(reuse, prompts, limits, reads, _):
+        passes = [*prefill(reuse, prompts, limits, reads, chunk)]
+        if chunk is not None and target.decoder.layers is not None:  # recurrent; others may need a pass before
+            assert chunk * len(passes) >= prompt.input_ids.shape[1] - passes[-1].cached_tokens
+        return iter(passes)
+
+    with patch.object(PrefixReuse, "prefill", in_chunks):
+        *_, (row,) = decode(target, drafter, prompt, sampler, Stopper(new, criteria=[]), plan, prefixes=prefixes)
     return row.token_ids, row.stats.num_cached_tokens
 
 

@@ -144,7 +144,7 @@ class Union(Drafter):
         for place, (_, seconds, kind) in self._drafts.items():
             others = [depths for other, depths in reached.items() if other != place]
             best = [max(depths) for depths in zip(*others, strict=True)] or [0] * len(emitted)
-            gains = [max(0, len(tokens) - 1 - most) for tokens, most in zip(emitted, best, strict=True)]
+            gains = [len(tokens) - 1 - most for tokens, most in zip(emitted, best, strict=True)]
             self._payoffs[place][kind].add(fmean(gains) - seconds / pace)
         self._drafts = {}  # not every step drafts
 

@@ -72,13 +72,19 @@ def test_an_answer_and_its_pieces_of_whole_characters(name):
     going_on = scripted() | {"max_new_tokens": len(answer.token_ids) + 2, "ignore_eos": True}
     longer = pipeline(DRAFTERS[name]()).generate(PROMPT, **going_on)
     assert (longer.token_ids, longer.finish_reason) == ([*answer.token_ids, 2, 2], "length")
-    pieces = list(pipeline(DRAFTERS[name]()).stream(PROMPT, **scripted()))
+    pieces = list(pipeline(DRAFTERS[name]()).stream(PROMPT, **scripted(), trace=True))
     assert all(isinstance(piece, Piece) for piece in pieces)
     assert "".join(piece.text for piece in pieces) == TEXT
     assert [t for piece in pieces for t in piece.token_ids] == [*byte_ids(TEXT), 2]
     assert not any("\N{REPLACEMENT CHARACTER}" in piece.text for piece in pieces)
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
     assert [piece.stats is None for piece in pieces] == [True] * (len(pieces) - 1) + [False]
+    assert {piece.num_prompt_tokens for piece in pieces} == {len(byte_ids(PROMPT))}
+    for so_far in ([len(piece.trees) for piece in pieces], [piece.seconds for piece in pieces]):
+        assert so_far[0] < so_far[-1]
+        assert so_far == sorted(so_far)
+    stats = pieces[-1].stats
+    assert (len(pieces[-1].trees), pieces[-1].seconds) == (stats.num_spec_steps, stats.wall_seconds)
 
 
 @pytest.mark.parametrize("name", ["none", "oracle"])

@@ -109,6 +109,7 @@ def test_steps_reach_a_log_of_the_users(terminal: bool, caplog: pytest.LogCaptur
     assert (log.level, log.propagate, log.handlers) == before
     with caplog.at_level(logging.INFO, "mmspec"), show_steps(console):
         logging.getLogger("mmspec.load").info("loading")
+        logging.getLogger("mmspec.load").log(progress.PART, "a part")
     assert caplog.messages == ([] if terminal else ["loading"])
 
 

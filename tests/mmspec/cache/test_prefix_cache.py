@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 import mmspec
 from mmspec import SamplingParams
 from mmspec.cache.prefix import Prefix
-from mmspec.cache.prefix_cache import PrefixCache, media_key
+from mmspec.cache.prefix_cache import PrefixCache, PrefixReuse, media_key
 from mmspec.checking.oracle import Oracle
 from mmspec.core.plan import StepPlan
 from mmspec.core.target import Prompt, State, Stop
@@ -94,6 +95,8 @@ def test_a_prefix_replaces_what_can_be_cut_from_it():
 def test_the_least_recently_used_prefixes_leave_first():
     size = prefix(range(20)).nbytes
     assert size == 20 * 64 + 4 * 4 + 20 * 16 * 4
+    inputs = {"embeds": torch.zeros(1, 20, 3), "positions": torch.zeros(3, 1, 20, dtype=torch.long)}
+    assert replace(prefix(range(20)), **inputs).nbytes == size + 20 * 3 * 4 + 3 * 20 * 8
     cache = cache_of(*(prefix(range(first, first + 20)) for first in (0, 100, 200)), limit=3 * size)
     assert cache.nbytes == 3 * size
     assert known(cache, range(20)) is not None
@@ -210,6 +213,32 @@ def test_another_image_computes_everything(monkeypatch):
     assert answered(target, prefixes, followed(first, answer))[1] == first.input_ids.shape[1] + len(answer) - 1
 
 
+@pytest.mark.parametrize(("name", "places"), [("llava", [38]), ("qwen3_vl", [38, 40 + 11])])
+def test_text_before_or_between_media_alone_is_not_reused(name, places):
+    """Of the second prompt of a batch; the first one's media end earlier."""
+    model, turns = prompts_of(name, 1)
+    media, words = turns[0][0], range(20, 60)
+    text = torch.tensor([[*words]])
+    grown = {
+        key: torch.nn.functional.pad(value, (40, 0)) if value.shape == media.input_ids.shape else value
+        for key, value in media.inputs.items()
+    }
+    later = Prompt(torch.cat([text, media.input_ids], dim=1), None, grown)
+    target, prefixes = new_target(model), PrefixCache(BYTES)
+    engine = SteppedEngine(target, None, StepPlan(0), prefixes, max_num_seqs=8)
+    sampler, stopper = defaults.sampler(SamplingParams()), Stopper(4, criteria=[])
+    rows = [row for one in (followed(media, words), later) for row in engine.add(one, sampler, stopper)]
+    engine.wait(lambda: all(row.done for row in rows))
+    for token in (9, 8):  # before and after the next turn
+        for place in places:
+            ids = later.input_ids.clone()
+            ids[0, place] = token
+            edited = replace(later, input_ids=ids)
+            assert answered(target, prefixes, edited) == (answered(target, None, edited)[0], 0)
+        answered(target, prefixes, followed(later, rows[1].token_ids))
+    assert answered(target, prefixes, later)[1] == later.input_ids.shape[1] - 1
+
+
 @pytest.mark.parametrize("name", ["llama", "bamba", "qwen3_vl", "qwen3_5"])
 def test_answers_of_a_batch_are_kept_of_cancelled_rows_too(name):
     """Rows of several lengths leave at different times, with draft tokens after their limits."""
@@ -262,6 +291,27 @@ def test_prompts_without_a_prefix_are_prefilled_together(name, monkeypatch):
         assert known >= again.input_ids.shape[1] - 5  # the last token of the answer and the question are new
 
 
+def test_prompts_wait_for_others_that_compute_half_of_them():
+    prompt = Prompt(torch.arange(20)[None])
+    reuse = PrefixReuse(new_target(shared_model("llama")), PrefixCache(BYTES))
+    same = lambda count, **more: Prompt(torch.where(torch.arange(20) < count, prompt.input_ids, 50), **more)  # noqa: E731
+    assert reuse.resumes(prompt, [same(3), same(10)])
+    assert not reuse.resumes(prompt, [same(9), same(9)])
+    assert not reuse.resumes(prompt, [same(20, inputs={"image_sizes": torch.ones(1, 2)})])
+    assert not reuse.resumes(replace(prompt, attention_mask=torch.arange(20)[None] > 0), [same(20)])
+    for length in (9, 10):
+        reuse.prefixes.add(prefix(range(length), reuse._key(prompt)))
+        assert reuse.resumes(prompt, []) == (length == 10)
+
+
+def test_states_of_another_precision_are_not_used():
+    target, prefixes = new_target(deepcopy(shared_model("llama"))), PrefixCache(BYTES)
+    prompt = Prompt(text_inputs(1, 20)["input_ids"])
+    assert [answered(target, prefixes, prompt)[1] for _ in range(2)] == [0, 20]
+    target.model.double()
+    assert answered(target, prefixes, prompt)[1] == 0
+
+
 def test_pipelines_check_the_option():
     target = new_target(shared_model("llama"))
     with pytest.raises(UserError, match="prefix_cache must be >= 0: got -1"):
@@ -269,3 +319,7 @@ def test_pipelines_check_the_option():
     assert mmspec.Pipeline(target).engine.prefixes is None
     with pytest.raises(UserError, match="prefix_cache needs a target that keeps states: SimpleNamespace does not"):
         Engine(SimpleNamespace(device=torch.device("cpu"))).use_prefixes(PrefixCache(1))
+    engine = Engine(target)
+    for cache in (PrefixCache(1), PrefixCache(2), None):
+        engine.use_prefixes(cache)
+        assert (engine.prefixes, [*engine.idle]) == (cache, [] if cache is None else [cache])

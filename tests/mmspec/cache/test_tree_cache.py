@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import pickle
 import random
 import weakref
@@ -230,6 +231,21 @@ def test_transformers_is_told_the_length_and_that_nothing_slides():
         assert one.get_seq_length() == 8
         assert one.get_mask_sizes(4) == (12, 0)
     assert cache.layers[0].get_max_length() == -1
+
+
+@pytest.mark.parametrize("static_shapes", [False, True])
+def test_a_row_is_restored_from_parts_and_cut(static_shapes):
+    (kept, (row,)), cache = start(1, 9), TreeCache(LAYERS, reserve=4)
+    version, parts = cache.version, zip(kept.parts(slice(2)), kept.parts(slice(2, 7)), strict=True)
+    cache.load(json.loads(json.dumps(kept.layout)), [torch.cat(both, dim=3) for both in parts], (), 7)
+    assert cache.version is not version
+    check(cache, [row[:7]])
+    cache.truncate(4)
+    check(cache, [row[:4]])
+    other = TreeCache(LAYERS, static_shapes=static_shapes)
+    other.append(start(1, 5)[0])
+    other.append(cache)
+    check(other, [[*range(1, 6)], row[:4]])
 
 
 def test_tensors_of_one_shape_share_a_buffer(request):

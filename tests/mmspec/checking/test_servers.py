@@ -331,14 +331,21 @@ def test_replies_and_requests_of_a_server(model, replies, limit, accepted, monke
     steps = ((b"A", -1.0, ((b"\xc3", -2.0),)),)
     assert side.ask(FULL) == [[Answer("A", "length", None, steps, 3, 4), Answer("RBf{}", "stop", None, (), 3, 4)]]
     assert side.count(replace(FULL, tools='[{"a": 1}]', adapter="two")) == 12
-    side.ask(Question.user("Hi"))
+    greedy, drawn, told = (Question.user("Hi", **more) for more in ({}, {"temperature": 0.5}, {"top_logprobs": 2}))
+    for one in (greedy, drawn, told):
+        side.ask(one)
+    ServerSide("it", "http://it/v1/", model, None).ask(greedy)
     messages = {"messages": [{"role": "user", "content": "Hi"}]}
     full = {**messages, **SAMPLED, "repeat_penalty": 1.5, "max_tokens": 3, "seed": 6, "n": 2, "min_tokens": 1}
     full["model"] = model
+    plain = {**messages, "model": model, "max_tokens": 48, "temperature": 0, "n": 1}
     assert bodies == [
         {**full, "logprobs": True, "top_logprobs": 7},
         {**full, "max_tokens": 1, "tools": [{"a": 1}], "model": "two"},
-        {**messages, "model": model, "max_tokens": 48, "temperature": 0, "n": 1, "logprobs": True, "top_logprobs": 5},
+        {**plain, "logprobs": True, "top_logprobs": 5},
+        {**plain, "temperature": 0.5},
+        {**plain, "logprobs": True, "top_logprobs": 2},
+        plain,
     ]
 
 

@@ -42,7 +42,9 @@ def test_suffixes_are_in_order_and_found(tmp_path, monkeypatch, in_memory, files
     texts = random_texts()
     config = build_store(iter(texts), vocab, "tiny", tmp_path / "store")
     assert sorted(path.name for path in (tmp_path / "store").iterdir()) == ["config.json", "suffixes", "tokens"]
-    assert config.width == (2 if vocab < 1 << 16 else 4)
+    assert (config.width, config.place) == (2 if vocab < 1 << 16 else 4, 4)
+    assert (config.model, config.vocab_size) == ("tiny", vocab)
+    assert config.tokens == DEPTH + sum(1 + len(text) for text in texts if text)
     index = SuffixIndex(tmp_path / "store")
     positions = [index._position(place) for place in range(config.suffixes)]
     assert config.suffixes == sum(map(len, texts)) == len(set(positions))

@@ -247,12 +247,17 @@ def test_ngram_remembers_as_much_as_it_is_told_to():
 
 def test_recycle_learns_from_every_node():
     drafter = Recycle(top_k=1, pairs=False)
-    begun(drafter, [[1, 2]], vocab=9)
-    tree = build_tree(torch.tensor([2]), [([4, 6], [0, 0])])
-    logits = torch.full((1, 3, 9), -20.0)
-    for node, successor in enumerate((5, 7, 8)):
+    paired = Recycle(top_k=1)
+    tree = build_tree(torch.tensor([2]), [([4, 6, 3], [0, 0, 1])])
+    logits = torch.full((1, 4, 9), -20.0)
+    for node, successor in enumerate((5, 7, 8, 1)):
         logits[0, node, successor] = 20.0
-    drafter.observe(tree, accept_path(tree, torch.tensor([[5, 7, 8]])), TargetOutput(logits, {}))
+    for one in (drafter, paired):
+        begun(one, [[1, 2]], vocab=9)
+        one.rows = [(1, 2)]
+        one.observe(tree, accept_path(tree, torch.tensor([[5, 7, 8, 1]])), TargetOutput(logits, {}))
+    found = [[*paired._table[context]] for context in ((2, 4), (2, 6), (4, 3))]
+    assert found == [[7], [8], [1]]
     for token, successor in ((2, 5), (4, 7), (6, 8)):
         drafter.rows = [(0, token)]
         assert paths(drafter.propose(torch.tensor([token]), StepPlan(1, 1))) == [[successor]]
@@ -261,10 +266,18 @@ def test_recycle_learns_from_every_node():
 
 
 @pytest.mark.parametrize(
-    ("cost", "drafts", "least", "most"), [(0.1, 0, 30, 75), (0.01, 0, 200, 200), (0.1, 1, 200, 200)]
+    ("cost", "drafts", "others", "least", "most"),
+    [
+        (0.1, 0, 0, 30, 75),
+        (0.01, 0, 0, 200, 200),
+        (0.1, 200, 0, 200, 200),
+        (0.1, 100, 0, 120, 150),
+        (0.1, 0, 200, 400, 400),
+    ],
 )
-def test_plain_steps_spend_little_time_on_learning(cost, drafts, least, most, monkeypatch):
-    """Learning takes a part of a step. Of 200 steps over new tokens, the first take the initial credit of two steps."""
+def test_plain_steps_spend_little_time_on_learning(cost, drafts, others, least, most, monkeypatch):
+    """Learning takes a part of a step. Of 200 steps over new tokens, the first take the initial credit of two steps.
+    Of so many steps, it drafts the first, or another drafter does, a token that the target never says."""
     now, drafter = {"time": 10.0}, Recycle(top_k=1, pairs=False)
     begun(drafter, [[0, 1]], vocab=300)
     monkeypatch.setattr(recycled, "clock", lambda: now["time"])
@@ -277,12 +290,12 @@ def test_plain_steps_spend_little_time_on_learning(cost, drafts, least, most, mo
     monkeypatch.setattr(drafter, "_learn", timed)
     for token in range(1, 201):
         learned = drafter.entries
-        if drafts:
+        if token <= drafts:
             drafter.propose(torch.tensor([token]), StepPlan(1))
-        tree = TokenTree.root(torch.tensor([token]))
-        logits = torch.zeros(1, 1, 300).index_fill_(2, torch.tensor(token + 1), 20.0)
+        tree = build_tree(torch.tensor([token]), [([500 + token], [0]) if token <= others else ([], [])])
+        logits = torch.zeros(1, tree.nodes, 300).index_fill_(2, torch.tensor(token + 1), 20.0)
         now["time"] += 1.0 - cost * (drafter.entries > learned)
-        drafter.observe(tree, accept_path(tree, torch.tensor([[token + 1]])), TargetOutput(logits, {}))
+        drafter.observe(tree, accept_path(tree, torch.full_like(tree.tokens, token + 1)), TargetOutput(logits, {}))
         assert drafter.rows == [(token, token + 1)]
     assert least <= drafter.entries <= most
 
@@ -297,6 +310,13 @@ def test_recycle_averages_what_the_target_ranked():
     for context in ((1, 2), (-1, 2)):
         assert {token: p for token, p, _ in drafter._successors(context)} == pytest.approx(expected)
     assert {token: p for token, p, _ in drafter._successors((9, 2))} == pytest.approx(expected)  # falls back
+
+
+def test_recycle_forgets_the_oldest_contexts(monkeypatch):
+    monkeypatch.setattr(recycled, "_ENTRIES", 3)
+    drafter = Recycle(top_k=1, pairs=False)
+    drafter._learn([(0, token) for token in range(5)], 20.0 * torch.eye(9)[:5])
+    assert [token for _, token in drafter._table] == [2, 3, 4]
 
 
 def test_copies_of_a_table_learn_apart():

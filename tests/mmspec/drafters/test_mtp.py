@@ -15,6 +15,7 @@ from mmspec.cli import main
 from mmspec.drafters import mtp as drafters_mtp
 from mmspec.drafters.mtp import MTP, SPEC
 from mmspec.drafters.registry import make_drafter
+from mmspec.ops import kernels
 from tests import mtp
 from tests.mmspec.drafters.test_drafters import assert_equal, check_paths, target_of
 from tests.tiny import shared_model
@@ -122,6 +123,12 @@ def test_drafts_choose_from_the_frequent_tokens_unless_the_last_ones_are_others(
     expected = [24 if share <= 1 / 8 else model.config.vocab_size for share in accumulate(steps, mean, initial=0.0)]
     assert sizes == expected[: len(sizes)]
     assert len(set(sizes)) == 2
+    half = model.config.vocab_size // 2  # not of smaller vocabularies, nor with static shapes
+    for frequent, static, found in ((half, False, True), (half, True, False), (half + 1, False, False)):
+        monkeypatch.setattr(drafters_mtp, "DRAFT_VOCABULARY", frequent)
+        monkeypatch.setattr(kernels, "static_shapes", lambda device, static=static: static)
+        drafter.attach(target_of("qwen3_5_text"))
+        assert (drafter._frequent is not None) == found
 
 
 def test_a_folder_without_the_layer_is_one_line(tmp_path, capfd):

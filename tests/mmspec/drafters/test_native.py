@@ -16,7 +16,7 @@ from mmspec.drafters.hidden_state import run
 from mmspec.drafters.layer import NativeLayers, Rotary, Rotation, rotary_frequencies
 from mmspec.ops import cpu_library
 
-SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96}
+SHAPE: dict[str, Any] = {"hidden_size": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "mlp": 96, "norm_eps": 0.1}
 EAGLE3 = {**SHAPE, "layers": 2}
 CLOSE = {"atol": 5e-3, "rtol": 5e-3}  # attention rounds to bfloat16
 pytestmark = pytest.mark.skipif(not cpu_library.available(), reason="no C++ kernels")

@@ -136,13 +136,20 @@ def test_no_member_rests_where_sizes_are_fixed(now):
 
 
 def test_rows_that_have_finished_count_for_no_member(now, gains):
-    union = Union([Fixed(7, 0.0, now), Fixed(8, 0.0, now)])
+    first = Fixed(7, 0.0, now)
+    first.propose = lambda token, plan: build_tree(token, [([5], [0]), ([7], [0])], [[0.5]] * 2)
+    union = Union([first, Fixed(8, 0.0, now)])
     tree = union.propose(torch.tensor([3, 3]), ADAPTIVE)
     verdict = accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]]))
-    verdict.packed[1, 0] = 0
+    verdict.packed[0, 0] = 0
     now[0] += 0.05
     union.observe(tree, verdict, None)
     assert gains == [1.0, 0.0]
+    tree = union.propose(torch.tensor([3, 3]), ADAPTIVE)
+    verdict = accept_path(tree, torch.full((2, 3), 99))
+    verdict.packed[:, 0] = 0  # all of them
+    union.observe(tree, verdict, None)
+    assert len(gains) == 2
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -223,11 +230,11 @@ def test_what_is_expected_of_a_batch_is_its_mean(now, probs):
 
 
 def test_a_step_of_several_rows_is_paid_by_the_tokens_of_one(now, gains):
-    union = Union([Fixed(7, 0.0, now), Fixed(8, 0.002, now)])
+    union = Union([Fixed(7, 0.0, now), Fixed(8, 0.002, now), Fixed(7, 0.0, now)])
     tree = union.propose(torch.tensor([3, 3]), ADAPTIVE)
     now[0] += 0.008
     union.observe(tree, accept_path(tree, torch.tensor([[7, 99, 99], [7, 99, 99]])), None)
-    assert gains[1] == pytest.approx(-0.002 / 0.005)  # 10 ms for two tokens of each row
+    assert gains == [0.0, pytest.approx(-0.002 / 0.005), 0.0]  # 10 ms for two tokens of each row, drafted twice
 
 
 class Table(LookUpDrafter):

@@ -276,14 +276,16 @@ def test_samples_of_drawn_trees_are_distributed_as_plain_ones():
 def test_joining_prompts_delay_a_step_by_one_chunk_at_most(lengths):
     target, engine = stacking(chunk=16)
     (first,) = scheduled(engine, [[1, 2]], 60)
-    engine.core.step()
+    assert engine.core.step() == 0
     prompts = [[1, *(token % VOCAB for token in range(length))] for length in lengths]
     joined = scheduled(engine, prompts)
     while not first.done:
         target.prefilled, before = 0, len(first.token_ids)
-        engine.core.step()
+        rows = len(engine.core.running)
+        tokens = engine.core.step()
         assert target.prefilled <= 16
         assert len(first.token_ids) == before + 1
+        assert tokens == (0 if target.prefilled else rows)
     finished(engine, joined, prompts)
 
 

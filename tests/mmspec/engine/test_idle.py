@@ -103,6 +103,17 @@ def test_no_turn_before_the_quiet_time_or_while_paused(pipe, monkeypatch):
     assert not task.disturbed
 
 
+def test_turns_take_a_share_of_the_time(pipe, monkeypatch):
+    """Here a quarter: a turn of three seconds is followed by nine without one."""
+    now, engine = [100.0], pipe.engine
+    monkeypatch.setattr(engines, "IDLE_TIME_SHARE", 0.25)
+    monkeypatch.setattr(engines, "clock", lambda: now[0])
+    engine._task = Task(engine, 2)
+    monkeypatch.setattr(engine._task, "turn", lambda: now.insert(0, 103.0))
+    engine._turn()
+    assert engine._idle_from == 112.0
+
+
 def test_a_pause_that_comes_in_a_turn_begins_after_it(pipe):
     """Idle work changes drafters, too; and the next turn begins after the pause."""
     engine, events, threads = pipe.engine, [], []

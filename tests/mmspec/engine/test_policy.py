@@ -1,6 +1,7 @@
 """Policies in simulated decoding: times and acceptance are given, rates are compared with the best fixed plan."""
 
 import random
+from dataclasses import replace
 from math import exp
 from statistics import fmean
 
@@ -12,7 +13,7 @@ from mmspec.core.plan import Exploration, Payoff, StepPlan, StepTimes
 from mmspec.core.tree import TokenTree, build_tree
 from mmspec.drafters.growth import best_first
 from mmspec.drafters.ngram import Ngram
-from mmspec.engine.policy import AdaptivePolicy, DraftPolicy, DraftTimeModel, Speculation, StepTimeModel
+from mmspec.engine.policy import Acceptance, AdaptivePolicy, DraftPolicy, DraftTimeModel, Speculation, StepTimeModel
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.ranks import alone
 from tests.tiny import byte_model
@@ -241,6 +242,86 @@ def test_finished_rows_teach_nothing():
     trees = [build_tree(torch.tensor([1]), [([5] * 4, [0, 1, 2, 3])], [[0.4, 0.1, 0.1, 0.1]]) for _ in policies]
     sizes = [policy.prune(StepPlan(9, adaptive=True), tree).nodes for policy, tree in zip(policies, trees, strict=True)]
     assert sizes[0] == sizes[1] == 5
+
+
+def test_arms_are_explored_in_runs_within_the_credit():
+    """The most promising arm, the first of equal ones; plain steps come first."""
+    policy = AdaptivePolicy(True, [StepPlan(nodes, 3, adaptive=True) for nodes in (9, 7, 5, 3)])
+    rates, sizes = policy._of(1), lambda count: [policy.plan(1, 99).nodes for _ in range(count)]
+    policy._interval = 50
+    assert sizes(2) == [9, 9]  # nothing else before the best arm is tried
+    for _ in range(30):
+        rates[0].add(2.0, 1.0)
+    assert sizes(2) == [7, 7]
+    rates[2].add(3.0, 1.0)
+    assert sizes(3) == [7, 7, 5]
+    policy._since_plain = 50
+    assert sizes(1) == [0]
+    policy._since_plain = 49
+    rates[3].add(4.0, 1.0)
+    assert sizes(1) == [5]
+    policy._exploration.credit = -1.0
+    assert sizes(1) == [9]
+    policy._exploration.credit = 2.0
+    assert sizes(1) == [3]  # a new run
+    for rate in rates[1:]:
+        for _ in range(60):
+            rate.add(1.0, 1.0)
+    assert sizes(5) == [3, 3, 3, 9, 9]
+    for rate in rates:  # all slower than plain decoding, some perhaps not
+        for _ in range(90):
+            rate.add(0.5, 1.0)
+    policy._since_plain = 50
+    assert sizes(2) == [0, 0]
+    rates[2].age(0.05)
+    assert sizes(5) == [5] * 5
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_what_a_step_teaches(static):
+    """Of two rows, one has ended. With static shapes, a plan learns from the trees of which its own are parts."""
+    sizes = (7, 3), (3, 2), (3, 5), (9, 3), (3, 2, True)
+    policy = AdaptivePolicy(static, [StepPlan(*size, adaptive=True) for size in (sizes if static else sizes[::4])])
+    root, plain = TokenTree.root(torch.tensor([1, 1])), replace(policy._plans[0], nodes=0)
+    for step in range(1, 20):
+        policy._since_plain = 5
+        policy.observe(plain, root, [[0], [0]], StepTimes(0.0, 0.02, 0.01))
+        assert (policy._interval, policy._since_plain) == (min(2 ** (1 + step), 64), 0)
+    assert policy._time.seconds * policy._time.ratio(2, 1) == pytest.approx(0.03, rel=0.01)
+    rates, levels, accepted = policy._of(2), DraftTimeModel(), Acceptance()
+    probs, path = [0.9, 0.6, 0.6, 0.2, 0.2, 0.1, 0.1], [0, 1, 3, 5]
+    tree = build_tree(torch.tensor([1, 1]), [([5] * 7, [0, 1, 1, 3, 3, 0, 0])] * 2, [probs] * 2)
+    first, *steps = [(policy._plans[0], tree, *times) for times in ((0.01, 0.05), (0.0, 0.05), (0.01, 5.0))]
+    drafted, unused = 0, (plain, root, 0.0, 0.02)
+    for plan, tree, draft, verify in (first, unused, *steps, unused):
+        best, rate = policy._best(rates)
+        policy._exploration.credit, before = 1.0, [one._sums.copy() for one in rates]
+        policy.observe(plan, tree, [path[: tree.nodes], []], StepTimes(draft, verify, 0.01, 4))
+        unit = policy._time.seconds * policy._time.ratio(2, 1)
+        time = min((verify + 0.01) / unit, 3.0 * policy._time.ratio(2 * tree.nodes, 2)) + draft / unit
+        loss, expected = time * (1.0 - 1.0 / rate), [0.995 * sums for sums in before]
+        if plan.nodes:
+            loss, learned = 0.0 if best == 0 else time - 4 / rate, {0: (4, time)}
+            if draft:
+                levels.add(3 if static else 4, draft / unit)
+            if static:
+                learned[1] = 3, policy._time.ratio(2 * 4, 2) + levels(2)
+            for arm, (tokens, seconds) in learned.items():
+                expected[arm] = 0.98 * expected[arm] + np.array(
+                    (tokens, seconds, tokens**2, tokens * seconds, seconds**2)
+                )
+            for node, prob in enumerate(() if static else tree.path_probs[0], start=1):
+                accepted.add(prob, node in path)
+        np.testing.assert_allclose([one._sums for one in rates], expected)
+        assert policy._exploration.credit == pytest.approx(min(1.0 + 0.02 * time - loss, 2.0))
+        assert policy._time._last == 2 * tree.nodes
+        np.testing.assert_allclose(policy._draft_time[False]._sums, levels._sums)
+        assert vars(policy._acceptance[False]) == vars(accepted)
+        drafted = drafted + 1 if plan.nodes else 0
+        assert policy._since_plain == drafted
+    assert policy._interval == 2  # the load has changed
+    policy.observe(plain, build_tree(torch.tensor([1, 1]), [([5], [0])] * 2), [[0, 1], []], StepTimes(0.0, 0.04))
+    assert policy._interval == 2  # of tokens that a grammar forces, nothing about plain steps
 
 
 @pytest.mark.parametrize(

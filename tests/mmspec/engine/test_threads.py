@@ -3,6 +3,7 @@
 Pipelines that share a target or a drafter wait for each other's requests, never for the readers of these.
 """
 
+import asyncio
 import gc
 import itertools
 import random
@@ -20,6 +21,7 @@ import torch
 
 import mmspec
 from mmspec import Pipeline, SamplingParams, UserError
+from mmspec.cache.prefix_cache import PrefixCache
 from mmspec.drafters.ngram import Ngram
 from mmspec.drafters.recycle import Recycle
 from mmspec.drafters.union import Union
@@ -178,6 +180,48 @@ def test_what_ends_a_stream_frees_the_pipeline(end, alone):
     del stream
     assert pipe.generate(PROMPTS[0], **KEYWORDS).token_ids == alone[PROMPTS[0]]
     assert free(pipe)
+
+
+def test_a_prefix_cache_is_set_after_the_last_answer(alone):
+    pipe = pipeline(Recycle())
+    stream, piece = begun(pipe)
+    pipe.engine.use_prefixes(PrefixCache(1 << 20))
+    assert not pipe.engine.core.sequences
+    assert streamed([piece, *stream]) == alone[PROMPTS[1]]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_ends_a_stream_of_asyncio_ends_its_request(wrong, alone):
+    """Also a cancelled task whose request is still encoded, or has a mistake; a loop that is closed hears nothing."""
+    pipe, made, entered, release = pipeline(Recycle()), [], threading.Event(), threading.Event()
+    begin, step = pipe._begin, pipe.engine.core.step
+
+    def watched(request, sink):
+        entered.set()
+        assert release.wait(60)
+        made.append((*begin(request, sink), sink))
+        return made[-1][:2]
+
+    async def scenario():
+        release.set()
+        assert streamed([piece async for piece in pipe.astream(PROMPTS[1], **KEYWORDS)]) == alone[PROMPTS[1]]
+        pipe.engine.core.step = lambda: (time.sleep(0.1), step())[1]
+        pieces = pipe.astream(PROMPTS[1], max_new_tokens=60)
+        assert (await anext(pieces)).finish_reason is None
+        await pieces.aclose()
+        entered.clear()
+        release.clear()
+        task = asyncio.ensure_future(anext(pipe.astream("" if wrong else PROMPTS[1], max_new_tokens=60)))
+        await asyncio.to_thread(entered.wait, 60)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.1, release.set)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [one.done for one, *_ in made] == [True] * (2 if wrong else 3)
+
+    pipe._begin = watched
+    asyncio.run(scenario())
+    made[0][2](None)
 
 
 @pytest.mark.parametrize("from_where", ["logits_processor", "stopping_criteria"])

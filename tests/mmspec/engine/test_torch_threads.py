@@ -1,9 +1,11 @@
 """Torch's threads next to other programs: their number follows the delays of steps; clients give up theirs."""
 
+import copy
 import os
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +14,9 @@ import torch
 
 import mmspec
 from mmspec.engine import threads
-from mmspec.engine.threads import ThreadTrial, TorchThreads
+from mmspec.engine.threads import ThreadTrial, TorchThreads, fix_threads, restored_threads
 from mmspec.ops.cpu import kernel_threads, limit_torch, use_kernel_threads
+from tests.ranks import alone
 from tests.tiny import byte_model, byte_tokenizer
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -98,8 +101,11 @@ def test_the_number_follows_whole_windows(counted, adapts, limits, counts, asked
     monkeypatch.setattr(threads, "_delays", lambda: dict(delayed) if counted else None)
     monkeypatch.setattr(threads, "limit_torch", lambda count: given.append(count) or limits)
     chosen, found = TorchThreads(adapts), []
-    chosen.begin()
-    for wall, computed in [(0.2, 0.1), (0.2, 0.1), (1.0, 0.9), (2.0, 1.98)]:
+    chosen.start_step()
+    now["wall"] += 0.2
+    chosen.end_step()
+    chosen.begin()  # of another thread
+    for wall, computed in [(0.2, 0.05), (0.2, 0.2), (1.0, 0.9), (2.0, 1.98)]:
         chosen.start_step()
         now["wall"] += wall
         now["computed"] += computed
@@ -168,19 +174,37 @@ def test_a_number_that_the_user_chose_is_not_tried(monkeypatch):
     assert (ThreadTrial(1).ended, ThreadTrial(4).ended) == (True, False)
 
 
-def test_an_engine_tries_numbers_of_kernel_threads_without_changing_tokens(monkeypatch):
-    pipe = mmspec.load(byte_model(), None, processor=byte_tokenizer())
-    expected, seen = pipe.generate("a", max_new_tokens=24).token_ids, []
-    criteria = [lambda *_: seen.append(kernel_threads()) or False]
+@pytest.mark.parametrize("chosen", [None, "7"])
+def test_a_number_is_fixed_until_the_end_of_a_block(chosen, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("OMP_NUM_THREADS")
+    with restored_threads():
+        fix_threads(1)
+        assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (1, "1")
+    assert (torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS")) == (2, chosen)
+
+
+@pytest.mark.parametrize("block", [lambda _: nullcontext(), alone], ids=["one process", "rank 0"])
+def test_an_engine_tries_numbers_of_kernel_threads_without_changing_tokens(block, monkeypatch):
+    """By steps of two rows."""
+    model, seen = copy.deepcopy(byte_model()), []
+    expected = mmspec.load(model, None, processor=byte_tokenizer()).generate("a", max_new_tokens=24).token_ids
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    pipe.engine.threads = TorchThreads()
-    assert pipe.generate("a", max_new_tokens=24, stopping_criteria=criteria).token_ids == expected
-    assert set(seen[:11]) == {1, 2}
-    assert (pipe.engine.threads.trial.ended, [*pipe.engine.threads.trial._seconds]) == (True, [1])
-    assert len(set(seen[11:])) == 1
-    again = pipe.engine.threads.trial.count
-    assert pipe.generate("b", max_new_tokens=4, stopping_criteria=criteria).token_ids
-    assert seen[-1] == again == seen[12]
+    with block(model):
+        pipe = mmspec.load(model, None, processor=byte_tokenizer())
+        pipe.follow()
+        step = pipe.engine.core.step
+        pipe.engine.core.step = lambda: (seen.append(kernel_threads()), step())[1]
+        answers = pipe.generate_batch([{"prompt": "a"}] * 2, max_new_tokens=24)
+        assert [answer.token_ids for answer in answers] == [expected] * 2
+        assert set(seen[:11]) == {1, 2}
+        assert (pipe.engine.threads.trial.ended, [*pipe.engine.threads.trial._seconds]) == (True, [2])
+        assert len(set(seen[11:])) == 1
+        again = pipe.engine.threads.trial.count
+        assert pipe.generate("b", max_new_tokens=4).token_ids
+        assert seen[-1] == again == seen[12]
+        pipe.engine.close()
 
 
 @pytest.mark.parametrize("half", [0.5, 2.0])
@@ -188,12 +212,19 @@ def test_half_of_the_threads_is_compared_again_after_a_minute(half, monkeypatch)
     now = [100.0]
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "clock", lambda: now[0])
-    chosen = TorchThreads()
-    for _ in range(10):
-        chosen.trial.add(1, half if chosen.trial.count < chosen.most else 1.0)
+    monkeypatch.setattr(threads, "thread_time", lambda: 0.0)  # other threads compute
+    chosen = TorchThreads(adapts=False)
+    for step in range(20):
+        chosen.start_step()
+        now[0] += (half if chosen.trial.count < chosen.most else 1.0) if step % 2 else 10.0
+        assert not chosen.trial.expired
+        chosen.end_step(step % 2)  # every other one is no decode step
+        assert kernel_threads() == chosen.trial.count
+    use_kernel_threads(0)
     for now[0], again in ((159.0, False), (160.0, half < 1), (161.0, half < 1)):
         chosen.begin()
         assert chosen.trial.ended is not again
+        assert kernel_threads() == chosen.trial.count
 
 
 def test_the_user_s_later_number_holds():

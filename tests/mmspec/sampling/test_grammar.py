@@ -159,14 +159,17 @@ BOUNDS = [
     ({"exclusiveMinimum": 0.1, "maximum": 1}, ["0.1", "0.10000000000000001"], ["0.11", "0.5"]),
     ({"exclusiveMinimum": 2.5, "minimum": 4, "maximum": 9}, ["3", "2.6"], ["4", "8.25"]),
     ({"exclusiveMinimum": -5, "maximum": 5}, ["-5", "-5.1"], ["-4.9", "0.5"]),
-    ({"exclusiveMinimum": 0, "maximum": 5}, ["0", "0.0"], ["0.01", "4"]),
+    ({"exclusiveMinimum": 0, "maximum": 5}, ["0", "0.0"], ["0.0000000000000001", "0.01", "4"]),
+    ({"exclusiveMinimum": 1e-12, "maximum": 1}, ["0.000000000001"], ["0.0000000000010005"]),
+    ({"exclusiveMinimum": 1e14}, ["100000000000000"], ["100000000000001"]),
+    ({"exclusiveMinimum": True, "minimum": 3}, ["1.5"], ["4"]),  # of the fourth draft
 ]
 
 
 @pytest.mark.parametrize(("bounds", "outside", "inside"), BOUNDS)
 def test_exclusive_bounds_hold_for_numbers_as_doubles(bounds, outside, inside):
-    schemas = [{"type": "number", **bounds}, {"$defs": {"it": {"type": "number", **bounds}}, "$ref": "#/$defs/it"}]
-    for schema in schemas:
+    number = {"type": "number", **bounds}
+    for schema in (number, {"$defs": {"it": number}, "$ref": "#/$defs/it"}, {"anyOf": [number]}):
         for text in outside + inside:
             assert spells(schema, text) == (text in inside), text
 

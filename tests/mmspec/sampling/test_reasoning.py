@@ -18,7 +18,7 @@ from transformers.generation import logits_process as hf
 pytest.importorskip("llguidance")
 
 from mmspec.checking.oracle import Oracle
-from mmspec.sampling.reasoning import FORMATS, NAMES, reasoning_format
+from mmspec.sampling.reasoning import FORMATS, NAMES, ReasoningParser, reasoning_format
 from mmspec.targets.detokenizer import AnswerReader
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.mmspec.sampling.plain import allowed_tokens, decode_plainly, masking, source
@@ -234,6 +234,7 @@ def test_a_trigger_counts_after_reasoning() -> None:
     [
         ("{{ m.content.split('</think>')[-1] }}{{ '<think>\n' if think }}", "think"),
         ("{{ '[THINK]' + m.reasoning + '[/THINK]' }}", "mistral"),
+        ("{{ m.content.split('</think>')[-1] }}", "think"),
         ("{{ '<seed:think>' }}", "seed_oss"),
         ("{{ m.content }}<|end|>", None),
         ("", None),
@@ -245,6 +246,30 @@ def test_formats_of_templates(template: str, name: str | None) -> None:
     assert reasoning_format("deepseek_r1", template) is reasoning_format("think", template) is FORMATS[0]
     assert reasoning_format("none", template) is reasoning_format(None, template) is None
     assert len(set(NAMES)) == len(NAMES)
+
+
+ASIDE = b"<|start|>assistant<|channel|>fin"
+FINAL = b"<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("name", "special", "opens", "answers", "gaps"),
+    [
+        ("think", False, [b"", b" " * 8 + b"<th", b"<think>A"], [b" " * 9, b" " * 9 + b"<th", b"A"], [b"", b"\n" * 8]),
+        ("mistral", True, [b"\n"], [b"[TH", b"[THINK]"], [b" "]),
+        ("openai_gptoss", True, [b"\n", ASIDE, FINAL], [b"<|channel|>an", FINAL + b"A"], [ASIDE, FINAL + b"\n"]),
+    ],
+)
+def test_texts_before_and_after_reasoning(
+    name: str, special: bool, opens: list[bytes], answers: list[bytes], gaps: list[bytes]
+) -> None:
+    form = reasoning_format(name, "")
+    assert form is not None
+    parser = ReasoningParser(
+        form, False, lambda _: b"", {form.start: 7, form.end: 8}.get if special else lambda _: None
+    )
+    assert list(map(parser.opens, (*opens, *answers))) == [True] * len(opens) + [False] * len(answers)
+    assert list(map(parser.is_gap, (*gaps, b" " * 9, FINAL + b"A", b"A"))) == [True] * len(gaps) + [False] * 3
 
 
 def test_masks_of_one_grammar_are_not_those_of_another() -> None:
