@@ -18,7 +18,8 @@ from mmspec.cli.drafters import datastore
 from mmspec.drafters.registry import drafter_specs
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError
-from mmspec.eval.suite import SuiteSettings, run
+from mmspec.eval.harness.timing import PHASES
+from mmspec.eval.suite import SuiteSettings, report, run
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import PUBLISHED, print_summary, published, write_report
@@ -199,6 +200,20 @@ def test_a_report_without_matplotlib_and_with_notes_of_single_tables(whole, tmp_
     assert {part.partition(",")[0] for part in noted} == {"scenes-turns"}
 
 
+def test_bars_of_the_times_of_phases():
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    shares = [{"prefill": 0.5, "verify": 0.25, "rest": 0.25}, {"tower": 0.125, "draft": 0.5, "rest": 0.375}]
+    report._time(axes, [{"method": name, "shares": one} for name, one in zip("ab", shares, strict=True)])
+    bars = {(box.get_label(), row): bar.get_bbox() for box in axes.containers for row, bar in enumerate(box)}
+    assert [label for label, row in bars if not row] == [*PHASES, "rest"]
+    found = [
+        {label: (bar.x0, bar.x1) for (label, at), bar in bars.items() if at == row and bar.width} for row in (0, 1)
+    ]
+    assert found[0] == {"prefill": (0, 0.5), "verify": (0.5, 0.75), "rest": (0.75, 1)}
+    assert found[1] == {"tower": (0, 0.125), "draft": (0.125, 0.625), "rest": (0.625, 1)}
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first method is on top
+
+
 def test_published_results_are_next_to_a_run_and_name_their_source(whole, tmp_path, capsys):
     assert PUBLISHED not in (whole[0] / "report.md").read_text()
     text = write_report(whole[1], tmp_path, others=True).read_text()
@@ -213,6 +228,7 @@ def test_published_results_are_next_to_a_run_and_name_their_source(whole, tmp_pa
     print_summary(whole[1], others=True)
     printed = capsys.readouterr().out
     assert PUBLISHED in printed
+    assert printed.count("`lookup`, batch 2: refused: ValueError") == 1
     assert "RTX 3090" in printed
 
 
@@ -291,6 +307,7 @@ def test_method_specs(folder):
         ("msd@bush", "shape must be tree, chain or chainN: got 'bush'"),
         ("msd@0", "shape must be"),
         ("nope", "unknown drafter"),
+        ("none@4", "plain decoding drafts no nodes: expected 'none' or a drafter, got 'none@4'"),
         ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),
         ("generate:nope", "generate speculates as generate:mtp or generate:dflash:FOLDER: got 'generate:nope'"),
         ("generate:dflash", "generate speculates as .*: got 'generate:dflash'"),
@@ -391,6 +408,14 @@ def test_the_command(folder, tmp_path, monkeypatch):
     common += ["--rounds", "1", "--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
     with alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
         CliRunner().invoke(evaluate, common, catch_exceptions=False)
+    given = []
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(run, "run_suite", lambda *arguments: given.append(arguments) or pytest.fail("run"))
+        assert call(*common, "--data", ".", "--engine", "ray", "--workers", "3", "--tasks", "embedded").exception
+    ((called, *others),) = given
+    assert (called.data, called.rounds, others) == (str(tmp_path.resolve()), 1, [tmp_path, "ray", 3])
+    assert (called.tasks[0], "texts" in called.tasks) == ("scenes-captions", False)
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output
