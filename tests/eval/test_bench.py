@@ -8,9 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import wraps
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,8 +135,7 @@ def test_answers_are_compared_within_a_form_of_the_weights(folder, monkeypatch):
 
     def decode(pipe, *rest, **options):
         batch = real(pipe, *rest, **options)
-        batch.answers = [[token + (pipe.name == "int4") for token in answer] for answer in batch.answers]
-        return batch
+        return replace(batch, answers=[[token + (pipe.name == "int4") for token in one] for one in batch.answers])
 
     monkeypatch.setattr(bench, "decode", decode)
     pipes = {name: mmspec.load(folder, drafter=None) for name in ("float32", "int4")}
@@ -174,6 +173,9 @@ def test_drafters_learn_each_request_once_and_share_the_model(folder, monkeypatc
     found.methods[1].drafter = CountingDrafter()
     measure([found], {"bench": REQUESTS}, 4, DecodingOptions(20))
     assert found.methods[1].drafter.steps == 2 * 19
+    policy = found.methods[1].policy
+    measure([found], {"bench": REQUESTS}, 2, DecodingOptions(5))
+    assert found.methods[1].policy is policy is not None  # which learns, too
 
 
 def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
@@ -421,26 +423,26 @@ def test_a_run_of_passes(tmp_path):
 
 
 @needs_kernels
-def test_a_run_of_passes_of_several_models_and_forms_of_keys(folder, tmp_path):
-    config = tmp_path / "shape.json"
-    LlamaConfig.from_pretrained(folder).to_json_file(config)
+def test_a_run_of_passes_of_several_models_and_forms_of_keys(tmp_path):
+    file, config = save_gguf(tmp_path / "text.gguf"), tmp_path / "shape.json"
+    model_of(LlamaConfig).config.to_json_file(config)
     options = ["--kv-cache-dtypes", "auto,int8", "--nodes", 1, "--rounds", 1, "--busy", "0,1"]
-    result = run("--models", f"{folder},{config}", "--dtypes", "bfloat16,int4", *options)
-    names = [" ".join(name) for name in product((Path(folder).stem, "shape"), ("bfloat16", "int4"), ("auto", "int8"))]
-    assert result["model"] == f"{folder}, {config}"
+    result = run("--models", f"{file},{config}", "--dtypes", "bfloat16,int4", *options)
+    names = [" ".join(name) for name in product(("text", "shape"), ("bfloat16", "int4"), ("auto", "int8"))]
+    assert result["model"] == f"{file}, {config}"
     assert (result["equal"], result["divergence"]) == (dict.fromkeys(names, True), {})
     found = [(row["busy"], row["dtype"], row["depth"], row["threads"]) for row in result["rows"] if row["nodes"] == 1]
     assert sorted(found) == sorted((busy, name, 42, torch.get_num_threads()) for busy in (0, 1) for name in names)
 
 
 @needs_kernels
-def test_a_model_of_a_config_has_the_same_random_weights_every_time(folder, tmp_path):
+def test_a_model_of_a_config_has_the_same_random_weights_every_time(tmp_path):
     config, ids = tmp_path / "shape.json", torch.arange(50)[None]
-    LlamaConfig.from_pretrained(folder).to_json_file(config)
+    model_of(LlamaConfig).config.to_json_file(config)
     forms = [("auto", "auto"), ("auto", "auto"), ("bfloat16", "auto"), ("int4", "auto"), ("int4", "int8")]
     pipes = [bench.open_model(str(config), *form) for form in forms]
-    assert [weights_kind(pipe.model) for pipe in pipes] == ["BFloat16Blocks"] * 3 + ["Int4Blocks"] * 2
-    assert pipes[0].processor.decode([317, 5]) == "317 5"
+    assert [weights_kind(pipe.model) for pipe in pipes] == ["Bfloat16Blocks"] * 3 + ["Int4Blocks"] * 2
+    assert pipes[0].processor.decode([99, 5]) == "99 5"
     one, *others = (bench.prompt_logits(pipe.target, ids) for pipe in pipes)
     assert [torch.equal(one, other) for other in others] == [True, True, False, False]
     assert not torch.equal(*others[2:])

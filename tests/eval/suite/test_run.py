@@ -287,6 +287,8 @@ def test_method_specs(folder):
         **{"c": (4, 0), "lookup": (0, 0), "ngram@chain": (None, 0), "recycle@6~1.5": (6, 1.5), "msd~2": (None, 2)},
         **{"small:small@chain": (None, 0), "assisted:small": (0, 0), "drafter-msd@3": (3, 0), "x": (None, 0)},
     }
+    with pytest.raises(UserError):  # another target's
+        parse_methods(f"{folder}/drafter-msd", mmspec.load(str(small), drafter=None).target)
     assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
     assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     alone = [spec.name for spec in drafter_specs() if spec.alone]
@@ -411,7 +413,7 @@ def test_the_command(folder, tmp_path, monkeypatch):
     given = []
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
-        patch.setattr(run, "run_suite", lambda *arguments: given.append(arguments) or pytest.fail("run"))
+        patch.setattr(run, "run_suite", lambda *arguments: given.append(arguments) or 1 / 0)
         assert call(*common, "--data", ".", "--engine", "ray", "--workers", "3", "--tasks", "embedded").exception
     ((called, *others),) = given
     assert (called.data, called.rounds, others) == (str(tmp_path.resolve()), 1, [tmp_path, "ray", 3])
