@@ -172,7 +172,8 @@ def test_notes_on_inputs(send, service, tmp_path, button):
         found = re.findall('<p class="mm-limits">(.*?)</p>', html)
         assert len(found) == bool(note)
         assert note in unescape("".join(found))
-    for upload, example in ((sample, '"example":"scene.png"'), (own, '"lanes"')):
+    gone = str(tmp_path / "gone.png")
+    for upload, example in ((sample, '"example":"scene.png"'), (own, '"lanes"'), (gone, '"lanes"')):
         html = unescape(send("image", "What?", "tiny-llava", [upload], button=button).html)
         assert (example in html, '"example"' in html) == (True, upload == sample)
 

@@ -221,30 +221,27 @@ def test_openvino_decodes_the_same_file(speculation: str) -> None:
 
 
 def test_requests_to_openvino(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in for its package: greedy, of at most so many tokens, with times in ms from the request on."""
+    """By a stand-in for its package, with times in ms from the request on."""
     made: list[Any] = []
 
-    class LLMPipeline:
-        def __init__(self, *given: str, **options: object) -> None:
-            made.append((given, options))
+    def generate(ids: Any, config: SimpleNamespace) -> SimpleNamespace:
+        made.append((ids.tolist(), vars(config)))
+        first, all = (lambda ms=ms: SimpleNamespace(mean=ms) for ms in (500.0, 2500.0))
+        metrics = SimpleNamespace(get_ttft=first, get_generate_duration=all)
+        return SimpleNamespace(tokens=[(7, 8, 9)], perf_metrics=metrics)
 
-        def get_generation_config(self) -> SimpleNamespace:
-            return SimpleNamespace(do_sample=True)
-
-        def generate(self, ids: Any, config: SimpleNamespace) -> SimpleNamespace:
-            made.append((ids.tolist(), vars(config)))
-            times = [lambda ms=ms: SimpleNamespace(mean=ms) for ms in (500.0, 2500.0)]
-            metrics = SimpleNamespace(get_ttft=times[0], get_generate_duration=times[1])
-            return SimpleNamespace(tokens=[(7, 8, 9)], perf_metrics=metrics)
+    def load(*given: object, **options: object) -> SimpleNamespace:
+        made.append((given, options))
+        return SimpleNamespace(get_generation_config=SimpleNamespace, generate=generate)
 
     monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
-    monkeypatch.setitem(sys.modules, "openvino_genai", SimpleNamespace(LLMPipeline=LLMPipeline))
+    monkeypatch.setitem(sys.modules, "openvino_genai", SimpleNamespace(LLMPipeline=load))
+    found = [engines(model, 3, [])[OPENVINO](name).complete([5, 6], 4) for name in ("", "lookup")]
+    assert found == [Completion(3, 2.0, 0.5, tokens=[7, 8, 9])] * 2
+    options, greedy = {"INFERENCE_NUM_THREADS": 3}, {"do_sample": False, "max_new_tokens": 4}
+    assert made[:2] == [((model, "CPU"), options), ([[5, 6]], greedy)]
     lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3}
-    for speculation, loaded, further in (("", {}, {}), ("lookup", {"prompt_lookup": True}, lookup)):
-        found = engines(model, 3, [])[OPENVINO](speculation).complete([5, 6], 4)
-        assert found == Completion(3, 2.0, 0.5, tokens=[7, 8, 9])
-        config = {"do_sample": False, "max_new_tokens": 4, **further}
-        assert made[-2:] == [((model, "CPU"), {"INFERENCE_NUM_THREADS": 3, **loaded}), ([[5, 6]], config)]
+    assert made[2:] == [((model, "CPU"), options | {"prompt_lookup": True}), ([[5, 6]], greedy | lookup)]
 
 
 @pytest.mark.skipif(find_spec("openvino_genai") is None, reason="needs openvino_genai")

@@ -93,16 +93,15 @@ def test_simulated_loops_take_the_time_of_the_busiest_thread(share, least, threa
 
 def test_costs_are_of_loops_with_one_and_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim takes 0.25 s and a barrier 3 s in the second thread; two threads read 1.5 times as much as one."""
-    now, tables = [0.0], {1: (10.0, [{"weights": "int4", "gigabytes": 4.0}, {"weights": "q5", "gigabytes": 2.0}])}
-    tables |= {2: (15.0, [])}
+    now, given = [0.0], []
+    table = [{"weights": "int4", "gigabytes": 4.0}, {"weights": "q5", "gigabytes": 2.0}]
 
     def multiply_add(kind: int, loops: int, threads: int) -> None:
         now[0] += loops + (threads - 1) * (3.0 + 0.25 * {2: 2, 64: 11}[loops])
 
-    def measure(library: object, memory: str, kinds: list[str], rows: list[int], rounds: int) -> object:
-        threads = torch.get_num_threads()
-        assert (memory, kinds, rows, rounds) == ("memory", *((["int4", "q5"], [8]) if threads == 1 else ([], [])), 3)
-        return {roofline.READ: tables[threads][0]}, tables[threads][1]
+    def measure(_: object, *sizes: object) -> object:
+        given.append((torch.get_num_threads(), *sizes))
+        return {roofline.READ: 5.0 + 5.0 * len(given)}, table
 
     monkeypatch.setattr(roofline, "clock", lambda: now[0])
     monkeypatch.setattr(roofline, "measure", measure)
@@ -110,6 +109,7 @@ def test_costs_are_of_loops_with_one_and_two_threads(monkeypatch: pytest.MonkeyP
     expected = {"read": 1e-10, "share": 2 / 1.5 - 1, "claim": 0.25, "barrier": 3.0}
     assert {name: vars(found)[name] for name in expected} == pytest.approx(expected)
     assert found.products == {"int4": 2.5e-10, "q5": 5e-10}
+    assert given == [(1, "memory", ["int4", "q5"], [8], 3), (2, "memory", [], [], 3)]
 
 
 def test_a_model_s_passes_are_simulated_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
