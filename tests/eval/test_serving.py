@@ -86,12 +86,6 @@ def test_options_and_end_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
         pass
 
 
-@pytest.mark.slow
-def test_a_server_that_does_not_start() -> None:
-    with pytest.raises(UserError, match="cannot load model 'nobody/nothing'"), run_server(model="nobody/nothing"):
-        pass
-
-
 def test_memory_is_compared_with_that_after_the_first_minutes() -> None:
     rows = [{"minutes": at, "resident": size} for at, size in ((0.0, 900), (4.0, 300), (10.0, 400), (11.0, 500))]
     assert soak.compare_settled(rows, 10.0) == 1.25

@@ -308,7 +308,6 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(model, tr
     }
     for name, weight in expected.items():
         torch.testing.assert_close(found[f"layers.0.{name}.weight"], weight.detach(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(found["fc.weight"], torch.eye(len(found["fc.weight"])), atol=1e-6, rtol=0)
     folder = str(tmp_path / "a" / DRAFTER)
     train(tmp_path / "b", still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
     assert_same(tmp_path / "a", tmp_path / "b")
@@ -490,7 +489,6 @@ def test_weights_to_start_from_are_not_fitted(train, tmp_path):
         ("msd", ["--dtype", "bfloat16", "--precision", "float32"], "precision float32 needs a target in float32"),
         ("flash", ["--rank", "4", "--passes", "2"], "passes must be 1 with rank: got 2"),
         ("eagle3", ["--reads", "1,2,9"], "reads inputs of layers 1, 2, 9: the target has 2 layers"),
-        ("kangaroo", ["--exit-layer", "9"], "^an early exit must be after a layer before the last"),
     ],
 )
 def test_invalid_options_are_refused(command, options, message, train, tmp_path):
