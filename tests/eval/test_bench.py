@@ -439,12 +439,16 @@ def test_a_model_of_a_config_has_the_same_random_weights_every_time(tmp_path):
     one, *others = (bench.prompt_logits(pipe.target, ids) for pipe in pipes)
     assert [torch.equal(one, other) for other in others] == [True, True, False, False]
     assert not torch.equal(*others[2:])
+    file = str(save_gguf(tmp_path / "text.gguf"))
+    targets = [bench.open_model(file, "auto", form).target for form in ("auto", "int8")]
+    assert not torch.equal(*(bench.prompt_logits(target, ids) for target in targets))
 
 
 def test_tables_have_columns_that_are_not_empty_and_those_of_what_varies(capsys):
     columns = [("method", "{method}"), ("none", "{none}"), ("speed", "{speed:.1f}")]
     same = {"dtype": "int4", "threads": 2, "speed": 1.25, "none": None}
     rows = [{**same, "batch": size, "method": name} for size, name in product((1, 8), "ab")]
+    rows[-1]["speed"] = None
     bench.print_rows(columns, rows, "a title")
     title, head, *lines = [line for line in capsys.readouterr().out.splitlines() if line.strip(" ┏┳┓┡╇┩└┴┘━─")]
     assert (title.strip(), head.strip("┃ ").split()) == ("a title", ["batch", "┃", "method", "┃", "speed"])

@@ -76,10 +76,10 @@ def test_options_and_end_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyP
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     torch.set_num_threads(3)
-    options = {"model": "m", "max_running": 2, "api_key": None, "lora": ("a", "b")}
+    options = {"model": "m", "max_running": 0, "api_key": None, "lora": ("a", "b")}
     with pytest.raises(ValueError, match=r"^http://a.b/v1 True$"), run_server(**options) as server:
         raise ValueError(f"{server.url} {psutil.pid_exists(server.pid)}")
-    words = ["-m", "mmspec", "serve", "--port=0", "--model=m", "--max-running=2", "--lora=a", "--lora=b"]
+    words = ["-m", "mmspec", "serve", "--port=0", "--model=m", "--max-running=0", "--lora=a", "--lora=b"]
     assert json.loads(log.read_text()) == [words, "3"]
     assert not psutil.pid_exists(server.pid)
     with pytest.raises(UserError, match=r"^no such model$"), run_server(model="bad"):

@@ -62,7 +62,7 @@ def test_repeated_and_unusable_prompts_are_dropped(pipe, drawn):
 
 
 def test_prompts_that_have_not_ended_are_dropped(pipe, drawn, monkeypatch):
-    monkeypatch.setattr("mmspec.training.answering.MAX_TOKENS", 5)
+    monkeypatch.setattr("mmspec.training.answering.MAX_TOKENS", 6)
     short = texts(pipe)
     assert 0 < len(short) < len(drawn)
     assert short.items() <= drawn.items()
