@@ -124,6 +124,7 @@ def test_a_model_s_passes_are_simulated_and_measured(tmp_path: Path, monkeypatch
     rows = roofline.simulate(library(), memory, str(file), 3, rounds=3)
     assert [(row["threads"], row["measured"]) for row in rows] == [(1, 500), (2, 250), (4, None), (8, None), (16, None)]
     assert rows[0]["simulated"] == pytest.approx(500)
+    assert [threads for *_, threads in given] == [1, 1, 2, 4, 8, 16]  # the first for the rest
     assert all(sum(size * count for _, size, count in layers) == packed for layers, *_ in given)
     assert all(row["simulated"] >= row["rest"] > 0 for row in rows)
 
