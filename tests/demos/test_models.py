@@ -172,6 +172,7 @@ def test_race_tokens_equal_separate_runs():
         assert (lane.token_ids, lane.text, lane.model, lane.limit) == (alone.token_ids, alone.text, "bytes", 40)
         assert lane.passes == lane.stats.num_spec_steps
         assert lane.pass_ends == sorted(lane.pass_ends)
+    assert (end.lanes[0].steps, len(end.lanes[1].steps)) == ([], end.lanes[1].passes)
     assert all(tree.parents == list(range(-1, len(tree.parents) - 1)) for lane in end.lanes[2:] for tree in lane.steps)
     with pytest.raises(UserError, match="got recycle\\+ngram twice"):
         next(race(loaded, ["recycle+ngram", "auto"], REQUEST))

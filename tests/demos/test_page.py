@@ -1,6 +1,7 @@
 """Event handlers of tabs, links, and the HTML of answers and races, without a browser."""
 
 import json
+import os
 import re
 from dataclasses import asdict, replace
 from email.message import Message
@@ -147,8 +148,10 @@ def test_notes_on_inputs(send, service, tmp_path, button):
         copy.write_bytes(Path(path).read_bytes())
         return str(copy)
 
-    Image.new("RGB", (20, 10), "red").save(tmp_path / "lake.png")
     own, sample = str(tmp_path / "lake.png"), stored(samples() / "scene.png")
+    Path(own).write_bytes(Path(sample).read_bytes()[::-1])  # of the same size and time
+    drawn = (tmp_path / "samples" / "scene.png").stat()
+    os.utime(own, ns=(drawn.st_atime_ns, drawn.st_mtime_ns))
     fish, rings = stored(tmp_path / "samples" / "goldfish.jpg"), str(tmp_path / "samples" / "two-rings.png")
     service.models = SimpleNamespace(get=lambda name: SimpleNamespace(one_image=name == "llava"))
     limits = {name: plugins.limits(name) for name in ("tiny-llava", "tiny-hybrid")}
@@ -169,6 +172,10 @@ def test_notes_on_inputs(send, service, tmp_path, button):
         found = re.findall('<p class="mm-limits">(.*?)</p>', html)
         assert len(found) == bool(note)
         assert note in unescape("".join(found))
+    gone = str(tmp_path / "gone.png")
+    for upload, example in ((sample, '"example":"scene.png"'), (own, '"lanes"'), (gone, '"lanes"')):
+        html = unescape(send("image", "What?", "tiny-llava", [upload], button=button).html)
+        assert (example in html, '"example"' in html) == (True, upload == sample)
 
 
 def test_errors_are_shown_and_the_conversation_stays(send, service, tabs, monkeypatch):

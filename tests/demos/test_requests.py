@@ -103,8 +103,9 @@ def test_page_keeps_a_conversation():
     assert ChatState.parse(sent) == conversation
     assert [token.text for token in conversation.turns[0].tokens] == ["A", " <box>", "."]
     assert conversation.history == [("What?", "A <box>.")]
-    assert len(ChatState.parse({**sent, "turns": sent["turns"] * 40}).turns) == 12
     (turn,) = sent["turns"]
+    many = ChatState.parse({**sent, "turns": [{**turn, "prompt": f"{number}?"} for number in range(40)]}).turns
+    assert [one.prompt for one in many] == [f"{number}?" for number in range(28, 40)]
     for changes in (
         {"tokens": turn["tokens"] * 300},
         {"tokens": [{"text": "A", "origin": '"><script>', "step": 0}]},

@@ -1,7 +1,8 @@
 """A program that answers HTTP as llama-server does, without a model: for tests.
 
 It logs its options and every request as JSON lines in its folder. Completions count up from the prompt's last token;
-with the option ``--text TEXT``, they have this text and no token ids. A chat's answer is its last message, reversed.
+with the option ``--text TEXT``, they have this text and no token ids. A chat's answer is its last message, reversed;
+from seven messages on, it also calls a tool.
 """
 
 from __future__ import annotations
@@ -31,24 +32,35 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         log({"path": self.path, **request})
+        if Handler.health <= LOADING:
+            return self.reply(503, {"error": {"code": 503, "message": "Loading model"}})
         if self.path.endswith("/chat/completions"):
-            size = len(json.dumps(request["messages"]))
+            size, turns = len(json.dumps(request["messages"])), len(request["messages"])
+            if self.refused(size):
+                return
             usage = {"completion_tokens": 3, "prompt_tokens": size, "prompt_tokens_details": {"cached_tokens": 2}}
             content = request["messages"][-1]["content"][::-1][: request["max_tokens"]]
-            self.reply(200, {"choices": [{"message": {"content": content}}], "usage": usage})
+            calls = {"tool_calls": [{"id": "1", "function": {"name": "read_file"}}]} if turns > 6 else {}
+            self.reply(200, {"choices": [{"message": {"content": content, **calls}}], "usage": usage})
             return
         prompt, count = request["prompt"], request["n_predict"]
         if count == CRASH:
-            print("GGML_ASSERT(false) failed\n\n#0 main\nsrv: exiting due to an error", flush=True)
+            print(
+                "error: an earlier one\nGGML_ASSERT(false) failed\n\n#0 main\nsrv: exiting due to an error", flush=True
+            )
             os._exit(6)
-        if len(prompt) > int(OPTIONS["--ctx-size"]):
-            self.reply(400, {"error": {"code": 400, "message": "request exceeds the available context size"}})
+        if self.refused(len(prompt)):
             return
         time.sleep(STEP * count)
         tokens = [prompt[-1] + place for place in range(1, count + 1)]
         times = {"prompt_ms": 1000 * PROMPT_STEP * len(prompt), "predicted_ms": 1000 * STEP * (count - 1)}
         answer = {"content": OPTIONS["--text"]} if "--text" in OPTIONS else {"content": "", "tokens": tokens}
         self.reply(200, {**answer, "timings": {"predicted_n": count, **times}})
+
+    def refused(self, size: int) -> bool:
+        if large := size > int(OPTIONS["--ctx-size"]):
+            self.reply(400, {"error": {"code": 400, "message": "request exceeds the available context size"}})
+        return large
 
     def reply(self, status: int, value: object) -> None:
         body = json.dumps(value).encode()

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
@@ -85,6 +86,15 @@ def test_answers_equal_plain_decoding_up_to_the_stop_text(folder, monkeypatch):
     assert len(model.tokenizer(longest[0])["input_ids"]) > 5
     assert len(model.stats) == 6
     assert Stats.combined(model.stats).mean_acceptance_length > 1
+
+
+def test_a_row_stops_at_a_text_of_its_own_answer(folder, monkeypatch):
+    tokenizer = mmspec.load(folder, drafter=None).processor.tokenizer
+    prompts, answers = ([tokenizer(text)["input_ids"] for text in texts] for texts in (("xx", "yy"), ("xyz", "xyy")))
+    rows = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
+    criterion = adapter(monkeypatch, Base)._model_generate.__globals__["_StopTexts"](tokenizer, ["", "yy", "xx"], 2)
+    met = [criterion(rows[:, :length], None).tolist() for length in (2, 3, 4, 5)]
+    assert met == [[False, False]] * 3 + [[False, True]]
 
 
 def test_the_harness_finds_the_adapter_by_its_entry_point():

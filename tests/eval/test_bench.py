@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from functools import wraps
 from itertools import product
 from types import SimpleNamespace
@@ -30,7 +31,7 @@ from mmspec.eval.harness.timing import DecodingOptions, wait_for_huge_pages
 from mmspec.eval.suite.methods import PLAIN, parse_methods
 from mmspec.ops import cpu, cpu_library
 from mmspec.targets.decoder import Decoder
-from mmspec.targets.packing import pack_model
+from mmspec.targets.packing import pack_model, weights_kind
 from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.eval.llama_server import STEP, install
@@ -129,6 +130,22 @@ def test_an_answer_must_be_equal_in_all_rounds(folder, monkeypatch):
     assert {key: row["equal"] for key, row in rows.items()} == {(1, "generate"): 2, (1, "none"): 1, (2, "none"): 1}
 
 
+def test_answers_are_compared_within_a_form_of_the_weights(folder, monkeypatch):
+    real = bench.decode
+
+    def decode(pipe, *rest, **options):
+        batch = real(pipe, *rest, **options)
+        return replace(batch, answers=[[token + (pipe.name == "int4") for token in one] for one in batch.answers])
+
+    monkeypatch.setattr(bench, "decode", decode)
+    pipes = {name: mmspec.load(folder, drafter=None) for name in ("float32", "int4")}
+    pipes["int4"].name = "int4"
+    found = conditions_of(pipes, "ngram", [1], [0], [1], lambda count: {}, False)
+    measure(found, {"bench": REQUESTS}, 1, DecodingOptions(5))
+    rows = rows_of(found)
+    assert [(row["dtype"], row["equal"]) for row in rows] == [("float32", 2)] * 2 + [("int4", 2)] * 2
+
+
 @pytest.mark.parametrize(
     ("answer", "place"),
     [([5, 6], None), ([5, 6, 0], None), ([5, 7], 1), ([4, 6], 0), ([5], 1), ([5, 6, 7], 2), ([0], 0), ([1], 0)],
@@ -156,6 +173,9 @@ def test_drafters_learn_each_request_once_and_share_the_model(folder, monkeypatc
     found.methods[1].drafter = CountingDrafter()
     measure([found], {"bench": REQUESTS}, 4, DecodingOptions(20))
     assert found.methods[1].drafter.steps == 2 * 19
+    policy = found.methods[1].policy
+    measure([found], {"bench": REQUESTS}, 2, DecodingOptions(5))
+    assert found.methods[1].policy is policy is not None  # which learns, too
 
 
 def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
@@ -184,6 +204,8 @@ def test_a_run_over_batch_sizes(folder, tmp_path, monkeypatch):
     assert fixed["end_to_end_plain"]["median"] == pytest.approx(speeds[0] / speeds[1])
     assert 0 < fixed["acceptance"]["nodes_per_step"] <= 2
     assert result["dtype"] == "float32"
+    message = "expected more than 5 requests, the first of which warm up"
+    assert message in run("--model", folder, *options, "--warm-up", 5, status=2)
 
 
 def test_samples_of_a_seed_are_compared_within_a_batch_size(folder):
@@ -218,6 +240,7 @@ def test_answers_beside_a_server_and_busy_programs(tmp_path, monkeypatch):
     assert [(row["equal"], row["compared"]) for row in rows[16:]] == [(2, 2), (0, 0)] * 4
     assert rows[1]["decoding_tokens_per_second"] == pytest.approx(1 / STEP)
     log = [json.loads(line) for line in program.with_suffix(".jsonl").read_text().splitlines()]
+    assert [one["--threads"] for one in log if "--threads" in one] == ["1", "2"]
     sent = [one["prompt"] for one in log if "prompt" in one]
     assert [len(prompt) for prompt in sent[:8]] == [30] * 4 + [50] * 4
     assert rows[1]["prefill_tokens_per_second"] == pytest.approx(30 / rows[1]["time_to_first_token"])
@@ -249,10 +272,13 @@ def test_drafts_that_are_right_at_a_set_rate():
         (["--acceptance", "0.5", "--batch-sizes", "1,2"], "one request at a time: expected --batch-sizes 1"),
         (["--acceptance", "0"], "0.0 is not in the range 0<x<=1"),
         (["--requests", "images"], "requests must be a file or SET:COUNT, separated by commas: got 'images'"),
+        (["--requests", "prompts:0"], "requests must be a file or SET:COUNT, separated by commas: got 'prompts:0'"),
         (["--requests", "prompt:3"], "unknown held-out set: expected one of clips, .*; did you mean prompts"),
         (["--requests", "prompts:97"], "expected at most 96 held-out prompts, got 97"),
         (["--methods", "nobody"], "unknown drafter"),
         (["--busy", "-1"], "-1 is not in the range x>=0"),
+        (["--models", "a,b", "--divergence"], "--peer and --divergence need one model: got 2"),
+        (["--models", "a,b,c", "--peer", "llama.cpp=x"], "--peer and --divergence need one model: got 3"),
     ],
 )
 def test_mistakes_are_one_line(options, message, folder):
@@ -265,6 +291,19 @@ def test_requests_of_held_out_sets():
     assert len(first) == 9
     assert [sorted(request) for request in measured] == [["images", "prompt"]] * 2 + [["prompt", "videos"], ["prompt"]]
     assert len(measured[2]["videos"][0].frames) == 8
+    texts, none = load_requests("", 2, visual=False)
+    assert ([list(request) for request in first + texts], none) == ([["prompt", "images"]] * 9 + [["prompt"]] * 2, [])
+
+
+def test_a_prompt_of_a_length_is_at_most_the_package_s_source(folder):
+    pipe = mmspec.load(folder, drafter=None)
+    with pytest.raises(UserError) as refused:
+        bench.text_of(pipe, 9999999)
+    message = r"--depths with --methods must be at most (\d+) for this model: got 9999999"
+    most = int(re.fullmatch(message, str(refused.value))[1])
+    assert pipe.encode([bench.text_of(pipe, most)]).input_ids.shape[1] == pytest.approx(most, abs=2)
+    with pytest.raises(UserError, match=f"got {most + 1}"):
+        bench.text_of(pipe, most + 1)
 
 
 def test_requests_of_models_of_texts_and_of_images_by_default(folder, monkeypatch):
@@ -310,19 +349,27 @@ def test_passes_are_timed_once_weights_are_in_huge_pages():
 # ------------------------------------------------------------------ passes
 
 
-def test_divergence_is_the_mean_over_tokens_of_kl():
-    exact, own = torch.randn(2, 1, 9, 20).unbind()
-    assert bench.kl_divergence(own, own + 5.0) == pytest.approx(0.0, abs=1e-5)  # the same distribution
-    p, q = exact.double().softmax(-1), own.double().softmax(-1)
-    assert bench.kl_divergence(exact, own) == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-4)
+def test_divergences_are_of_the_model_from_its_float32_weights(folder):
+    pipe, exact = (mmspec.load(folder, drafter=None) for _ in range(2))
+    with torch.no_grad():
+        pipe.model.lm_head.weight *= 0.7
+        ids = exact.processor.tokenizer(bench._TEXT.read_text(), return_tensors="pt")["input_ids"][:, :400]
+        p, q = (one.model(ids).logits.double().softmax(-1) for one in (exact, pipe))
+    expected = float((p * (p / q).log()).sum(-1).mean())
+    assert bench.divergences(folder, {"a": exact, "b": pipe}) == pytest.approx({"a": 0, "b": expected}, abs=1e-5)
+    assert pipe.target.runner.rows == 0
 
 
 def test_rows_of_passes_have_medians_of_ratios_within_a_round():
     times = {"prefill": [1.0, 2.0], 1: [2.0, 4.0], 8: [3.0, 10.0], timing.READ: [1.0, 2.0]}
     found = {(2, 512, "int4", part): seconds for part, seconds in times.items()}
-    rows = bench.pass_rows(found, (1, 8))
+    found |= {(1, depth, "int8", part): [depth / 4] for depth in (9, 6) for part in ("prefill", 1)}
+    *others, _, _, _ = rows = bench.pass_rows(found, (1, 8))
+    assert [(row["threads"], row["depth"], row["milliseconds"], row["prefill"], row["read"]) for row in others] == [
+        (1, depth, 250 * depth, 4, None) for depth in (6, 9)
+    ]
     where = {"threads": 2, "depth": 512}
-    assert [{name: value for name, value in row.items() if value is not None} for row in rows] == [
+    assert [{name: value for name, value in row.items() if value is not None} for row in rows[2:]] == [
         {**where, "dtype": "int4", "nodes": 1, "milliseconds": 3000, "least": 2000, "passes": 1, "read": 2}
         | {"prefill": 512 / 1.5},
         {**where, "dtype": "int4", "nodes": 8, "milliseconds": 6500, "least": 3000, "passes": 2, "read": 4},
@@ -361,8 +408,52 @@ def test_a_run_of_passes(tmp_path):
     for row in rows:
         assert min(value for value in row.values() if isinstance(value, float)) >= 0
         assert (row.get("prefill", 0) > 0) == (row["nodes"] == 1)
-    message = "--peer needs --methods: other engines answer requests"
-    assert message in run("--model", file, "--peer", "llama.cpp=x", status=2)
+    for name, value, message in (
+        ("--peer", "llama.cpp=x", "--peer needs --methods: other engines answer requests"),
+        ("--acceptance", "0.5", "--acceptance needs --methods, one request at a time"),
+    ):
+        assert message in run("--model", file, name, value, status=2)
+
+
+@needs_kernels
+def test_a_run_of_passes_of_several_models_and_forms_of_keys(tmp_path):
+    file, config = save_gguf(tmp_path / "text.gguf"), tmp_path / "shape.json"
+    model_of(LlamaConfig).config.to_json_file(config)
+    options = ["--kv-cache-dtypes", "auto,int8", "--nodes", 1, "--rounds", 1, "--busy", "0,1"]
+    result = run("--models", f"{file},{config}", "--dtypes", "bfloat16,int4", *options)
+    names = [" ".join(name) for name in product(("text", "shape"), ("bfloat16", "int4"), ("auto", "int8"))]
+    assert result["model"] == f"{file}, {config}"
+    assert (result["equal"], result["divergence"]) == (dict.fromkeys(names, True), {})
+    found = [(row["busy"], row["dtype"], row["depth"], row["threads"]) for row in result["rows"] if row["nodes"] == 1]
+    assert sorted(found) == sorted((busy, name, 42, torch.get_num_threads()) for busy in (0, 1) for name in names)
+
+
+@needs_kernels
+def test_a_model_of_a_config_has_the_same_random_weights_every_time(tmp_path):
+    config, ids = tmp_path / "shape.json", torch.arange(50)[None]
+    model_of(LlamaConfig).config.to_json_file(config)
+    forms = [("auto", "auto"), ("auto", "auto"), ("bfloat16", "auto"), ("int4", "auto"), ("int4", "int8")]
+    pipes = [bench.open_model(str(config), *form) for form in forms]
+    assert [weights_kind(pipe.model) for pipe in pipes] == ["Bfloat16Blocks"] * 3 + ["Int4Blocks"] * 2
+    assert pipes[0].processor.decode([99, 5]) == "99 5"
+    one, *others = (bench.prompt_logits(pipe.target, ids) for pipe in pipes)
+    assert [torch.equal(one, other) for other in others] == [True, True, False, False]
+    assert not torch.equal(*others[2:])
+    file = str(save_gguf(tmp_path / "text.gguf"))
+    targets = [bench.open_model(file, "auto", form).target for form in ("auto", "int8")]
+    assert not torch.equal(*(bench.prompt_logits(target, ids) for target in targets))
+
+
+def test_tables_have_columns_that_are_not_empty_and_those_of_what_varies(capsys):
+    columns = [("method", "{method}"), ("none", "{none}"), ("speed", "{speed:.1f}")]
+    same = {"dtype": "int4", "threads": 2, "speed": 1.25, "none": None}
+    rows = [{**same, "batch": size, "method": name} for size, name in product((1, 8), "ab")]
+    rows[-1]["speed"] = None
+    bench.print_rows(columns, rows, "a title")
+    title, head, *lines = [line for line in capsys.readouterr().out.splitlines() if line.strip(" ┏┳┓┡╇┩└┴┘━─")]
+    assert (title.strip(), head.strip("┃ ").split()) == ("a title", ["batch", "┃", "method", "┃", "speed"])
+    assert ["├" in line for line in lines] == [False, False, True, False, False]
+    assert lines[0].strip("│ ").split(" │ ") == ["1    ", "a     ", "1.2"]
 
 
 def test_the_model_has_no_sequences_after_passes(folder):

@@ -118,6 +118,13 @@ def test_a_part_fails_with_a_step_or_a_capture(failure, step, monkeypatch):
     assert result.exit_code == int(step or failure is not None)
 
 
+def test_calls_are_timed_one_by_one_after_a_warm_up():
+    left = [0.3, 0.3, 0.3, 0.0, 0.06, 0.02]
+    found = gpu.device_seconds(lambda: time.sleep(left.pop(0)), torch.device("cpu"), 3)
+    assert [round(seconds / 0.02) for seconds in found] == [0, 3, 1]
+    assert left == []
+
+
 def test_a_copy_reads_and_writes_its_bytes(monkeypatch):
     seconds, copied = (4.0, 0.5, 1.0), []
     monkeypatch.setattr(gpu, "device_seconds", lambda run, _: [copied.append(run().nbytes) or s for s in seconds])

@@ -7,6 +7,8 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from transformers import LogitsProcessorList
@@ -14,7 +16,7 @@ from transformers import LogitsProcessorList
 import mmspec
 from mmspec.compare import next_token_scores
 from mmspec.errors import UserError
-from mmspec.eval.harness.peers import CONTEXT, IK_LLAMA, LLAMA, MISTRAL, Completion, OpenVino, Server, engines
+from mmspec.eval.harness.peers import CONTEXT, IK_LLAMA, LLAMA, MISTRAL, OPENVINO, Completion, OpenVino, Server, engines
 from mmspec.eval.suite import SuiteSettings
 from mmspec.eval.suite.methods import parse_methods
 from mmspec.eval.suite.run import run_suite
@@ -145,6 +147,8 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
         ((program, model, 1, "x --y 'z"), r"^cannot read the options of ik_llama.cpp:x --y 'z: No closing quotation$"),
         (("/nowhere", model, 1), r"^cannot run /nowhere: .*No such file"),
         ((model, model, 1), r"^cannot run .*: .*Permission denied|Exec format"),
+        (("true", model, 1), r"^ik_llama.cpp did not load the model and ended with status 0: no message$"),
+        (("echo one", model, 1), r"and ended with status 0: one --host 127.0.0.1 "),
         ((program, str(tmp_path / "x"), 1), r"^ik_llama\.cpp decodes GGUF files: expected a model of that format"),
     ):
         with pytest.raises(UserError, match=expected):
@@ -153,11 +157,12 @@ def test_servers_that_do_not_start(program: str, model: str, tmp_path: Path) -> 
 
 def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MMSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("mmspec.eval.suite.run.copy_lengths", lambda prompt, answer: [*prompt, *answer])
     other, file = f"llama.cpp:{SPECULATION}", str(save_gguf(tmp_path / "text.gguf"))
     settings = SuiteSettings(
         file, ("texts",), f"llama.cpp,{other}", limit=2, rounds=2, warm_up=1, max_new_tokens=6,
-        temperatures=(0.0, 1.0), batch_sizes=(1, 2), dtype="float32", threads=1, peers=(f"llama.cpp={program}",),
+        temperatures=(0.0, 1.0), batch_sizes=(1, 2), dtype="float32", threads=2, peers=(f"llama.cpp={program}",),
     )  # fmt: skip
     summary = run_suite(settings, tmp_path / "run")
     rows = {row["method"]: row for row in summary["rows"] if (row["temperature"], row["batch"]) == (0, 1)}
@@ -168,7 +173,8 @@ def test_llama_cpp_among_the_methods_of_a_run(program: str, tmp_path: Path, monk
     assert found["end_to_end_llama"] == {"median": 1.0, "low": 1.0, "high": 1.0}
     assert rows["none"]["end_to_end_llama"]["median"] > 0
     lines = log(program)
-    assert [line.get("--spec-type") for line in lines[:2]] == [None, "ngram-simple"]
+    assert [(line.get("--spec-type"), line["--threads"]) for line in lines[:2]] == [(None, "2"), ("ngram-simple", "2")]
+    assert summary["about"]["threads"] == 2
     requests = [line["prompt"] for line in lines[2:] if line["n_predict"] == 6]
     pipe = mmspec.load(file, drafter=None, dtype="float32")
     samples = settings.samples("texts")
@@ -212,6 +218,30 @@ def test_openvino_decodes_the_same_file(speculation: str) -> None:
         scores = next_token_scores(pipe.target, prompt, found.tokens[:at], LogitsProcessorList())
         assert token in scores.topk(4).indices
     assert 0 < found.seconds < 5 * 7
+
+
+def test_requests_to_openvino(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for its package, with times in ms from the request on."""
+    made: list[Any] = []
+
+    def generate(ids: Any, config: SimpleNamespace) -> SimpleNamespace:
+        made.append((ids.tolist(), vars(config)))
+        first, all = (lambda ms=ms: SimpleNamespace(mean=ms) for ms in (500.0, 2500.0))
+        metrics = SimpleNamespace(get_ttft=first, get_generate_duration=all)
+        return SimpleNamespace(tokens=[(7, 8, 9)], perf_metrics=metrics)
+
+    def load(*given: object, **options: object) -> SimpleNamespace:
+        made.append((given, options))
+        return SimpleNamespace(get_generation_config=SimpleNamespace, generate=generate)
+
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda array: array))
+    monkeypatch.setitem(sys.modules, "openvino_genai", SimpleNamespace(LLMPipeline=load))
+    found = [engines(model, 3, [])[OPENVINO](name).complete([5, 6], 4) for name in ("", "lookup")]
+    assert found == [Completion(3, 2.0, 0.5, tokens=[7, 8, 9])] * 2
+    options, greedy = {"INFERENCE_NUM_THREADS": 3}, {"do_sample": False, "max_new_tokens": 4}
+    assert made[:2] == [((model, "CPU"), options), ([[5, 6]], greedy)]
+    lookup = {"num_assistant_tokens": 5, "max_ngram_size": 3}
+    assert made[2:] == [((model, "CPU"), options | {"prompt_lookup": True}), ([[5, 6]], greedy | lookup)]
 
 
 @pytest.mark.skipif(find_spec("openvino_genai") is None, reason="needs openvino_genai")

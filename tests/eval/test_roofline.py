@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import json
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 import mmspec
 from mmspec.eval import roofline
@@ -87,16 +91,55 @@ def test_simulated_loops_take_the_time_of_the_busiest_thread(share, least, threa
     assert roofline.simulated([("int4", 100, 8)] * 3, costs, threads) == pytest.approx(3 * found)
 
 
+def test_costs_are_of_loops_with_one_and_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim takes 0.25 s and a barrier 3 s in the second thread; two threads read 1.5 times as much as one."""
+    now, given = [0.0], []
+    table = [{"weights": "int4", "gigabytes": 4.0}, {"weights": "q5", "gigabytes": 2.0}]
+
+    def multiply_add(kind: int, loops: int, threads: int) -> None:
+        now[0] += loops + (threads - 1) * (3.0 + 0.25 * {2: 2, 64: 11}[loops])
+
+    def measure(_: object, *sizes: object) -> object:
+        given.append((torch.get_num_threads(), *sizes))
+        return {roofline.READ: 5.0 + 5.0 * len(given)}, table
+
+    monkeypatch.setattr(roofline, "clock", lambda: now[0])
+    monkeypatch.setattr(roofline, "measure", measure)
+    found = roofline.costs_of(SimpleNamespace(multiply_add=multiply_add), "memory", ["int4", "q5"], 8, 3)
+    expected = {"read": 1e-10, "share": 2 / 1.5 - 1, "claim": 0.25, "barrier": 3.0}
+    assert {name: vars(found)[name] for name in expected} == pytest.approx(expected)
+    assert found.products == {"int4": 2.5e-10, "q5": 5e-10}
+    assert given == [(1, "memory", ["int4", "q5"], [8], 3), (2, "memory", [], [], 3)]
+
+
 def test_a_model_s_passes_are_simulated_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = save_gguf(tmp_path / "a.gguf")
     model = mmspec.load(str(file), drafter=None).target.model
     packed = sum(part._blocks.numel() for part in model.modules() if isinstance(part, BlockLinear))
     simulated, given = roofline.simulated, []
     monkeypatch.setattr(roofline, "simulated", lambda *task: given.append(task) or simulated(*task))
-    monkeypatch.setattr(roofline, "pass_seconds", lambda *_: {3: 0.5 / torch.get_num_threads()})
+    seconds = {1: iter([9.0, 0.5, 0.25, 7.0]), 2: iter([9.0, 0.25, 0.125, 7.0])}  # the first warms up
+    monkeypatch.setattr(roofline, "pass_seconds", lambda *_: {3: next(seconds[torch.get_num_threads()])})
     memory = torch.randint(60, (MEMORY,), dtype=torch.uint8)
-    rows = roofline.simulate(library(), memory, str(file), 3, rounds=1)
+    rows = roofline.simulate(library(), memory, str(file), 3, rounds=3)
     assert [(row["threads"], row["measured"]) for row in rows] == [(1, 500), (2, 250), (4, None), (8, None), (16, None)]
     assert rows[0]["simulated"] == pytest.approx(500)
+    assert [threads for *_, threads in given] == [1, 1, 2, 4, 8, 16]  # the first for the rest
     assert all(sum(size * count for _, size, count in layers) == packed for layers, *_ in given)
     assert all(row["simulated"] >= row["rest"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("simulates", [False, True])
+def test_a_run(simulates: bool, tmp_path: Path) -> None:
+    options = ["--formats", "int4,q6_k", "--rows", "1,3", "--mib", "1", "--rounds", "1"]
+    options += ["--model", str(save_gguf(tmp_path / "a.gguf")), "--nodes", "1,3"] if simulates else []
+    done = CliRunner().invoke(roofline.main, options)
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout.splitlines()[-1])
+    if simulates:
+        places = [(nodes, threads) for nodes in (1, 3) for threads in (1, 2, 4, 8, 16)]
+        assert [(row["nodes"], row["threads"]) for row in result["rows"]] == places
+        return
+    build = result["builds"][library().instructions().decode()]
+    assert build["limits"].keys() == {roofline.READ, "int4", "q6_k"}
+    assert [(row["weights"], row["rows"]) for row in build["rows"]] == list(product(("int4", "q6_k"), (1, 3)))

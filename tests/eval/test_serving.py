@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import click
 import httpx
+import psutil
 import pytest
+import torch
 from click.testing import CliRunner
 from PIL import Image
 
@@ -55,9 +59,30 @@ def test_a_small_run() -> None:
     assert loads[1]["first_token_seconds_90"] > loads[0]["first_token_seconds"]
 
 
-@pytest.mark.slow
-def test_a_server_that_does_not_start() -> None:
-    with pytest.raises(UserError, match="cannot load model 'nobody/nothing'"), run_server(model="nobody/nothing"):
+_SERVER = """#!{python}
+import json, os, sys, time
+if "--model=bad" in sys.argv:
+    sys.exit("a warning\\nerror: no such model")
+with open("{log}", "w") as log:
+    json.dump([sys.argv[1:], os.environ["OMP_NUM_THREADS"]], log)
+print("mmspec: http://a.b/v1 is ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_options_and_end_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, log = tmp_path / "python", tmp_path / "log"
+    program.write_text(_SERVER.format(python=sys.executable, log=log))
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    torch.set_num_threads(3)
+    options = {"model": "m", "max_running": 0, "api_key": None, "lora": ("a", "b")}
+    with pytest.raises(ValueError, match=r"^http://a.b/v1 True$"), run_server(**options) as server:
+        raise ValueError(f"{server.url} {psutil.pid_exists(server.pid)}")
+    words = ["-m", "mmspec", "serve", "--port=0", "--model=m", "--max-running=0", "--lora=a", "--lora=b"]
+    assert json.loads(log.read_text()) == [words, "3"]
+    assert not psutil.pid_exists(server.pid)
+    with pytest.raises(UserError, match=r"^no such model$"), run_server(model="bad"):
         pass
 
 

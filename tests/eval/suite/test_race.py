@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import mmspec
 from mmspec.cli.session import open_pipeline
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
@@ -16,8 +17,10 @@ from mmspec.eval.harness.timing import DecodingOptions, Method, TimedBatch
 from mmspec.eval.suite import race as racing
 from mmspec.eval.suite.methods import PLAIN
 from mmspec.eval.suite.race import options_of, read_requests
+from mmspec.vision.drafters.msd import MSD
 from tests.commandline import assert_user_error, runner
 from tests.model_folders import save_llava, save_text_model
+from tests.tiny.models import msd_network
 
 OPTIONS = DecodingOptions(128)
 
@@ -180,6 +183,21 @@ def test_the_options_it_prints_decode(run, tmp_path):
     program, *words = command.split()
     assert (program, words[:2]) == ("mmspec", ["generate", "PROMPT"])
     assert run.call(*words, *size)[0] == 0
+
+
+def test_drafters_that_do_not_fit_are_said_or_refused(tmp_path):
+    """Those of the model's folder are left out, unless they were named."""
+    pipe = mmspec.load(str(save_llava(tmp_path / "llava")), drafter=None)
+    MSD(msd_network(pipe.model)).save(tmp_path / "text" / "drafter-msd", pipe.target)
+    pipe = mmspec.load(str(save_text_model(tmp_path / "text", 300)), drafter=None)
+    fit, unfit = racing.fitting_methods(pipe, " ngram, auto,none", (2, 5))
+    assert [(one.name, one.nodes) for one in fit[:3]] == [
+        ("ngram, 2 nodes", 2), ("ngram, 5 nodes", 5), ("ngram, adaptive", None)
+    ]  # fmt: skip
+    assert len({id(one.drafter) for one in fit}) == len(fit) == len({one.name for one in fit})
+    assert [line.partition(":")[0] for line in unfit] == ["msd does not fit"]
+    with pytest.raises(UserError):
+        racing.fitting_methods(pipe, "msd,ngram", (2,))
 
 
 def test_loading_takes_of_the_time(run, tmp_path, monkeypatch):

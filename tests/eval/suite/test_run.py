@@ -18,7 +18,7 @@ from mmspec.cli.drafters import datastore
 from mmspec.drafters.registry import drafter_specs
 from mmspec.engine.engine import MAX_NUM_SEQS, Engine
 from mmspec.errors import UserError
-from mmspec.eval.suite import SuiteSettings, run
+from mmspec.eval.suite import SuiteSettings, report, run
 from mmspec.eval.suite.command import evaluate
 from mmspec.eval.suite.methods import auto_methods, parse_methods
 from mmspec.eval.suite.report import PUBLISHED, print_summary, published, write_report
@@ -199,6 +199,17 @@ def test_a_report_without_matplotlib_and_with_notes_of_single_tables(whole, tmp_
     assert {part.partition(",")[0] for part in noted} == {"scenes-turns"}
 
 
+def test_bars_of_the_times_of_phases():
+    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
+    shares = [{"prefill": 0.5, "verify": 0.25, "rest": 0.25}, {"tower": 0.125, "draft": 0.5, "rest": 0.375}]
+    report._time(axes, [{"method": name, "shares": one} for name, one in zip("ab", shares, strict=True)])
+    bars = [(bar.get_y(), box.get_label(), bar.get_x(), bar.get_width()) for box in axes.containers for bar in box]
+    first, second = ([(*bar[1:],) for bar in bars if (bar[0] > 0.5) == row and bar[3]] for row in (0, 1))
+    assert first == [("prefill", 0, 0.5), ("verify", 0.5, 0.25), ("rest", 0.75, 0.25)]
+    assert second == [("tower", 0, 0.125), ("draft", 0.125, 0.5), ("rest", 0.625, 0.375)]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first method is on top
+
+
 def test_published_results_are_next_to_a_run_and_name_their_source(whole, tmp_path, capsys):
     assert PUBLISHED not in (whole[0] / "report.md").read_text()
     text = write_report(whole[1], tmp_path, others=True).read_text()
@@ -213,6 +224,7 @@ def test_published_results_are_next_to_a_run_and_name_their_source(whole, tmp_pa
     print_summary(whole[1], others=True)
     printed = capsys.readouterr().out
     assert PUBLISHED in printed
+    assert printed.count("`lookup`, batch 2: refused: ValueError") == 1
     assert "RTX 3090" in printed
 
 
@@ -271,6 +283,8 @@ def test_method_specs(folder):
         **{"c": (4, 0), "lookup": (0, 0), "ngram@chain": (None, 0), "recycle@6~1.5": (6, 1.5), "msd~2": (None, 2)},
         **{"small:small@chain": (None, 0), "assisted:small": (0, 0), "drafter-msd@3": (3, 0), "x": (None, 0)},
     }
+    with pytest.raises(UserError):  # another target's
+        parse_methods(f"{folder}/drafter-msd", mmspec.load(str(small), drafter=None).target)
     assert (found["c"].drafter.top_k, found["c"].drafter.depth) == (1, 4)
     assert found["lookup"].generate_options == {"prompt_lookup_num_tokens": 10}
     alone = [spec.name for spec in drafter_specs() if spec.alone]
@@ -291,6 +305,7 @@ def test_method_specs(folder):
         ("msd@bush", "shape must be tree, chain or chainN: got 'bush'"),
         ("msd@0", "shape must be"),
         ("nope", "unknown drafter"),
+        ("none@4", "plain decoding drafts no nodes: expected 'none' or a drafter, got 'none@4'"),
         ("a=none,a=lookup", r"its own label \(LABEL=METHOD\): 'a' is given twice"),
         ("generate:nope", "generate speculates as generate:mtp or generate:dflash:FOLDER: got 'generate:nope'"),
         ("generate:dflash", "generate speculates as .*: got 'generate:dflash'"),
@@ -391,6 +406,14 @@ def test_the_command(folder, tmp_path, monkeypatch):
     common += ["--rounds", "1", "--warm-up", "0", "--max-new-tokens", "5", "--out", str(tmp_path)]
     with alone(tmp_path / ".lock", tmp_path), pytest.raises(UserError, match="another process is writing"):
         CliRunner().invoke(evaluate, common, catch_exceptions=False)
+    given = []
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(run, "run_suite", lambda *arguments: given.append(arguments) or 1 / 0)
+        assert call(*common, "--data", ".", "--engine", "ray", "--workers", "3", "--tasks", "embedded").exception
+    ((called, *others),) = given
+    assert (called.data, called.rounds, others) == (str(tmp_path.resolve()), 1, [tmp_path, "ray", 3])
+    assert (called.tasks[0], "texts" in called.tasks) == ("scenes-captions", False)
     result = call(*common)
     assert result.exception is None, result.output
     assert "scenes-counting, temperature 0, batch 1" in result.output

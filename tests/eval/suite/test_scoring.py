@@ -50,6 +50,10 @@ PARTS = (("red circle", "red disc"), ("blue star",))
         (scoring.anls, [(sample("hello"), "hxxxx")], {"ANLS": 0}),  # it is zero below one half
         (scoring.anls, [(sample("kitten"), "sitting")], {"ANLS": 4 / 7}),
         (scoring.anls, [(sample("a b"), "A  B"), (sample("x"), "y")], {"ANLS": 0.5}),
+        (scoring.anls, [(sample("xyz", "ac", "z"), "ab")], {"ANLS": 0.5}),  # of the nearest reference
+        (scoring.anls, [(sample(""), ""), (sample("abc"), "ab")], {"ANLS": 5 / 6}),
+        (scoring.rouge_l, [(sample("blue", "red dog", "cat"), "a red cat")], {"ROUGE-L": 2 * 1 / 3}),
+        (scoring.rouge_l, [(sample("red", "a"), "The."), (sample("a red"), "red")], {"ROUGE-L": 0.5}),
         (scoring.rouge_l, [(sample("red big dog runs"), "a red dog runs fast")], {"ROUGE-L": 2 * 3 / 8}),
         *((scoring.last_number, [(sample(wanted), answer)], {"exact match": score})
           for answer, wanted, score in (("First 5, then 1234.", "1,234", 1), ("3 or 4", "3", 0), ("None.", "3", 0),

@@ -135,6 +135,8 @@ def test_answers_of_one_token_have_no_decoding_ratio():
     rows = rows_of(record(0, {"generate": method(2.0, (1,)), "none": method(1.0, (2,))}))
     assert rows["none"]["decoding"] is None
     assert rows["none"]["decoding_plain"]["median"] == 1.0
+    rows = rows_of(record(0, {"generate": method(8.0, (9, 3)), "none": method(2.0, (5, 3))}, ids=["a", "b"]))
+    assert rows["none"]["decoding"]["median"] == pytest.approx(4.0 / (12 - 2) / (1.0 / (8 - 2)))
 
 
 def test_shares_of_time():

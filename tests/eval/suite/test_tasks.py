@@ -38,7 +38,7 @@ ROWS = {
     "chartqa": {"image": "a.png", "question": "Why?", "answer": "12", "type": "human"},
     "docvqa": {"image": "a.png", "question": "Why?", "answers": [{"answer": "x"}, {"answer": "y"}]},
     "activitynet-qa": {"video_name": "clip", "question": "who runs", "answer": "man", "type": 0},
-    "msvd-qa": {"video": "clip.mp4", "question": "who runs", "answer": "man"},
+    "msvd-qa": {"video": "clip.mp4", "question": " who RUNS?? ", "answer": "man"},
     "ai2d": {"image": "a.png", "question": "Which?", "options": ["sun", "moon"], "answer": "1", "subject": 0},
     "scienceqa": {"image": None, "question": "Which?", "choices": ["sun", "moon"], "answer": 0, "hint": "Look."},
     "mmmu": {"image_1": "a.png", "image_2": "a.png", "question": "Which?", "options": "['sun', 'moon']", "answer": "B"},

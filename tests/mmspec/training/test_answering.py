@@ -61,6 +61,13 @@ def test_repeated_and_unusable_prompts_are_dropped(pipe, drawn):
     assert all(text == text.strip() and len(text.split()) > 1 for text in every)
 
 
+def test_prompts_that_have_not_ended_are_dropped(pipe, drawn, monkeypatch):
+    monkeypatch.setattr("mmspec.training.answering.MAX_TOKENS", 6)
+    short = texts(pipe)
+    assert 0 < len(short) < len(drawn)
+    assert short.items() <= drawn.items()
+
+
 def test_existing_conversations_are_not_drawn_again(pipe, drawn, monkeypatch):
     added = []
     submit = pipe.engine.submit

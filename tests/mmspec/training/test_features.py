@@ -225,7 +225,7 @@ def test_sequences_equal_the_inference_path(name, topic):
     assert bool(encoded.visual.any()) == bool(media)
 
 
-def test_recorded_tokens_are_kept():
+def test_recorded_tokens_are_kept(monkeypatch):
     """Recorded tokens that differ from the tokenizer's are kept; all other tokens are unchanged."""
     pipe = tiny_llava()
     plain = CONVERSATIONS["three turns"]
@@ -234,6 +234,9 @@ def test_recorded_tokens_are_kept():
     want = encoder(plain)
     got = encoder(replace(plain, answers=(None, tuple(split), None)))
     assert got.tokens[got.turn == 1].tolist() == split
+    monkeypatch.setattr(type(pipe.target), "eos_token_ids", [2, 50])  # of which the template writes one
+    other = Encoder(pipe)(replace(plain, answers=(None, (*split[:-1], 50), None)))
+    assert (other.tokens.tolist(), other.turn.tolist()) == (got.tokens.tolist(), got.turn.tolist())
     for turn in (-1, 0, 2):
         assert got.tokens[got.turn == turn].tolist() == want.tokens[want.turn == turn].tolist()
 
@@ -312,7 +315,7 @@ def plain_pass(pipe, conversation, tokens):
 def test_features_equal_plain_passes_in_any_batch(name):
     pipe = (TARGETS | HYBRID)[name]()
     conversations = [one for topic, one in CONVERSATIONS.items() if name in TARGETS or "video" not in topic]
-    extractor = Extractor(pipe)
+    extractor = Extractor(pipe, layers=(0,))
     together, alone = extractor(conversations), [extractor([one]) for one in conversations]
     assert sorted(together.keep.sum(1).tolist())[0] < together.keep.shape[1]
     for row, (conversation, own) in enumerate(zip(conversations, alone, strict=True)):
@@ -324,8 +327,10 @@ def test_features_equal_plain_passes_in_any_batch(name):
         hidden = plain_pass(pipe, conversation, encoded.tokens)
         for features, index in ((together, row), (own, 0)):
             torch.testing.assert_close(features.hidden[index, :length], hidden, atol=2e-4, rtol=2e-4)
-        torch.testing.assert_close(together.embeds[row, :length], own.embeds[0], atol=1e-5, rtol=1e-5)
-        for padding in (together.keep, together.answer, together.visual, together.hidden, together.tokens):
+        for states in (own.embeds[0], own.layers[0], together.layers[row, :length]):  # the first layer's input
+            torch.testing.assert_close(together.embeds[row, :length], states, atol=1e-5, rtol=1e-5)
+        unread = together.keep, together.answer, together.visual, together.hidden, together.tokens, together.layers
+        for padding in unread:
             assert not padding[row, length:].any()
 
 
@@ -362,7 +367,7 @@ def test_conversations_with_names_of_special_tokens_are_skipped(role):
     assert extractor.skipped == {"special tokens in the text": 1}
 
 
-def test_long_conversations_lose_turns_then_text_but_no_image_tokens():
+def test_long_conversations_lose_turns_then_text_but_no_image_tokens(monkeypatch):
     pipe, conversation = tiny_llava(), CONVERSATIONS["later images"]
     full = Encoder(pipe)(conversation)
     ends = [int((full.turn == turn).nonzero()[-1]) + 1 for turn in range(3)]
@@ -371,6 +376,10 @@ def test_long_conversations_lose_turns_then_text_but_no_image_tokens():
         shorter = Encoder(pipe, limit)(conversation)
         assert shorter.tokens.tolist() == full.tokens[: ends[1]].tolist()
         assert len(shorter.inputs["pixel_values"]) == 1
+    with monkeypatch.context() as patch:  # the target's own limit holds with others, too
+        patch.setattr(pipe.target, "context_limit", ends[1])
+        for limit in (None, ends[2]):
+            assert len(Encoder(pipe, limit)(conversation).tokens) == ends[1]
     one = CONVERSATIONS["one turn"]
     whole = Encoder(pipe)(one)
     start = int((whole.turn == 0).nonzero()[0])
@@ -484,7 +493,7 @@ def test_cache_of_other_inputs_is_refused(tmp_path):
 def test_cache_in_half_precision_with_a_conversation_too_long(tmp_path):
     pipe, talks = tiny_llava(), on_disk(tmp_path)
     limit = min(len(Encoder(pipe)(one).tokens) for one in talks if one.media) - 6
-    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, limit), talks)
+    cache = FeatureCache(tmp_path / "cache", Extractor(pipe, limit, (0,)), talks)
     cache.dtype = torch.bfloat16
     cache.fill()
     kept = [one for one in talks if Extractor(pipe, limit).rows([one])[0] is not None]
@@ -492,7 +501,7 @@ def test_cache_in_half_precision_with_a_conversation_too_long(tmp_path):
     assert all(one in cache for one in talks)
     assert 0 < len(kept) < len(talks)
     got = cache(talks)
-    assert got.hidden.dtype == torch.float32
+    assert got.hidden.dtype == got.layers.dtype == torch.float32
     torch.testing.assert_close(got.hidden, Extractor(pipe, limit)(kept).hidden, atol=2e-2, rtol=1e-2)
     assert json.loads((tmp_path / "cache" / "index.json").read_text())["verifier"]["hidden_size"] == 192
 

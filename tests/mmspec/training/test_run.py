@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,25 +23,32 @@ pytest.importorskip("accelerate")
 import mmspec
 from mmspec.cli import main
 from mmspec.cli.commands import train as commands
+from mmspec.core.target import output_of
+from mmspec.drafters.dflash import DFlash
 from mmspec.drafters.layer import Rotary, rotary_frequencies
 from mmspec.drafters.registry import make_drafter
 from mmspec.engine.stats import Stats
 from mmspec.errors import UserError
 from mmspec.pipeline import Generation
 from mmspec.targets.packing import pack_model
+from mmspec.training import dflash, eagle3, kangaroo
 from mmspec.training.data import TEXT, Conversation
+from mmspec.training.dflash import DFlashOptions
+from mmspec.training.eagle3 import Eagle3Options
 from mmspec.training.features import Features
+from mmspec.training.kangaroo import KangarooOptions
 from mmspec.training.objectives import LossOutput
 from mmspec.training.options import RunOptions
 from mmspec.training.run import frequent_tokens
 from mmspec.training.small import _first_layers
-from mmspec.training.tasks import DrafterTask, TrainingTask, decoder_weights
+from mmspec.training.tasks import DrafterTask, TrainingTask, decoder_weights, mask_token
 from mmspec.training.trainer import CURVE, DRAFTER, LOG
 from mmspec.vision.drafters.msd import MSDConfig, MSDNetwork
 from mmspec.vision.training import fit_projection
 from tests.eagle3 import EAGLE4, QWEN3_VL, cut, head_tensors, write_head
 from tests.model_folders import save_llava, save_text_model
 from tests.tiny import shared_model
+from tests.tiny.models import dflash_network
 from tests.training import terminated_at
 
 TEXT_ONLY = ("small", "mamba")
@@ -301,7 +308,6 @@ def test_blocks_start_as_the_targets_last_layers_or_as_another_drafter(model, tr
     }
     for name, weight in expected.items():
         torch.testing.assert_close(found[f"layers.0.{name}.weight"], weight.detach(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(found["fc.weight"], torch.eye(len(found["fc.weight"])), atol=1e-6, rtol=0)
     folder = str(tmp_path / "a" / DRAFTER)
     train(tmp_path / "b", still, "--start", folder, "--cache", str(tmp_path / "cache"), command="dflash")
     assert_same(tmp_path / "a", tmp_path / "b")
@@ -332,6 +338,46 @@ def test_training_starts_from_a_drafter(train, tmp_path):
     train(tmp_path / "a", "--steps", "10", "--rate", "1e-2", "--prompts", "0", *options, command="flash")
     train(tmp_path / "b", STILL, "--start", str(tmp_path / "a" / DRAFTER), command="flash")
     assert_same(tmp_path / "a", tmp_path / "b")
+
+
+def test_blocks_before_training(text_model, tmp_path):
+    """Of as many layers as the target, from its layers: the states of the first are normed as its inputs."""
+    pipe, ids, options = mmspec.load(text_model, None), torch.arange(40), partial(DFlashOptions, out=tmp_path)
+    for weight in pipe.model.parameters():
+        weight.requires_grad_(False).add_(torch.rand_like(weight) * (weight.ndim == 1))  # of norms
+    task = dflash.setup(options(markov_rank=4, from_target=True), pipe, ids)
+    config, own, decoder = task.network.config, task.network.state_dict(), pipe.model.get_decoder()
+    assert (config.block_size, config.layers, config.target_layer_ids) == (8, 2, [0, 1])
+    assert (config.markov_inputs, config.markov_outputs, config.mask_token_id) == (320, 40, mask_token(pipe))
+    assert (task.layers, task.draft_ids is ids) == ((output_of(0), "last"), True)
+    assert not task.network.markov_head.weight.any()
+    for name, layer in zip(("layers.0", "layers.1"), decoder.layers, strict=True):
+        assert torch.equal(own[f"{name}.input_norm.weight"], layer.input_layernorm.weight)
+    assert torch.equal(own["hidden_norm.weight"], decoder.layers[0].input_layernorm.weight)
+    assert torch.equal(own["norm.weight"], decoder.norm.weight)
+    assert torch.equal(own["fc.weight"], torch.eye(48).repeat(1, 2) * (torch.arange(96) >= 48))
+    network = dflash.setup(options(selector_rank=4), pipe, None).network
+    assert (network.config.selector_tokens, bool(network.successors.weight.any())) == (320, False)
+    with pytest.raises(UserError, match="--selector-rank needs all tokens of the target: leave out --draft-vocabulary"):
+        dflash.setup(options(selector_rank=4), pipe, ids)
+    DFlash(dflash_network(pipe.model, head=320), None).save(tmp_path / "head", pipe.target)
+    with pytest.raises(UserError, match=r"head: expected a drafter with the target's output layer and plain rotary"):
+        dflash.setup(options(start=tmp_path / "head"), pipe, None)
+
+
+def test_heads_before_training(text_model, tmp_path):
+    pipe, ids = mmspec.load(text_model, None), torch.arange(40)
+    found = []
+    for options in ({"reads": [1, 0]}, {"parallel": True, "norm_before_fc": True}):
+        task = eagle3.setup(Eagle3Options(out=tmp_path, **options), pipe, ids)
+        config = task.network.config
+        found.append((config.states, config.fc_norm, config.norm_output, config.mask_token_id, config.head))
+        torch.testing.assert_close(task.network.lm_head.weight, pipe.model.lm_head.weight[:40])
+    assert found == [(2, True, True, None, 40), (3, False, True, mask_token(pipe), 40)]
+    task = kangaroo.setup(KangarooOptions(out=tmp_path, exit_layer=1), pipe, ids)
+    assert (task.layers, task.network.config.exit_layer, task.draft_ids is ids) == ((output_of(0),), 1, True)
+    with pytest.raises(UserError, match="an early exit must be after a layer before the last"):
+        kangaroo.setup(KangarooOptions(out=tmp_path, exit_layer=2), pipe, ids)
 
 
 def test_a_draft_model_starts_as_the_targets_first_layers(text_model, train, tmp_path):
@@ -443,7 +489,6 @@ def test_weights_to_start_from_are_not_fitted(train, tmp_path):
         ("msd", ["--dtype", "bfloat16", "--precision", "float32"], "precision float32 needs a target in float32"),
         ("flash", ["--rank", "4", "--passes", "2"], "passes must be 1 with rank: got 2"),
         ("eagle3", ["--reads", "1,2,9"], "reads inputs of layers 1, 2, 9: the target has 2 layers"),
-        ("kangaroo", ["--exit-layer", "9"], "^an early exit must be after a layer before the last"),
     ],
 )
 def test_invalid_options_are_refused(command, options, message, train, tmp_path):
