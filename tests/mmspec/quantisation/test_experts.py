@@ -170,7 +170,7 @@ def model_of(name: str) -> Any:
     config = transformers.CONFIG_MAPPING[name](**BASE | {**CONFIGS, "gpt_oss": GPT_OSS}[name])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for key, weight in model.named_parameters():
-        if weight.ndim == 3 or key.endswith(("gate.weight", "router.weight")):
+        if weight.ndim == 3 or key.endswith(("gate.weight", "router.weight")) or "shared" in key:
             torch.nn.init.normal_(weight, std=0.3)  # outputs and logits apart
     for key, buffer in model.named_buffers():
         if key.endswith("bias"):
