@@ -101,7 +101,7 @@ def run_compiler(command: Sequence[str], folders: Sequence[Path]) -> None:
     """
     english = {**os.environ, "LC_ALL": "C"}
     with _explained(f"{command[0]} does not run"):
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, env=english)
+        done = subprocess.run(command, capture_output=True, errors="replace", timeout=_SECONDS, env=english)
     if done.returncode == 0:
         return
     for folder in folders:  # compilers report this as a linker error

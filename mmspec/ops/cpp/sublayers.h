@@ -368,8 +368,6 @@ struct TreeDecoder {
     }
   }
 
-  bool is_one_chunk() const { return nodes < CHUNK ? rows <= CHUNK / nodes * nodes : rows <= CHUNK; }
-
   // Features between rows of projections; powers of two would map rows to the same cache lines.
   static int64_t stride_of(const Sublayer& layer) {
     int64_t total = LANES;
@@ -666,7 +664,7 @@ struct TreeDecoder {
     const float *x = pass.x, *input = x, *before = x;
     float* to = pass.states;
     for (const Sublayer *layer = pass.sublayers, *end = layer + pass.count; layer < end; layer++) {
-      const Sublayer* next = layer + 1 < end && is_one_chunk() ? layer + 1 : nullptr;
+      const Sublayer* next = layer + 1 < end && rows <= CHUNK ? layer + 1 : nullptr;
       if (next && (next->beside || !next->norm)) next = nullptr;
       if (!layer->beside) input = x;
       before = x;

@@ -590,14 +590,14 @@ def check_reach(batch: int, parents: int, entries: int, width: int, device: str 
     """Rows of parents, and each node itself; its inputs are its token's embedding and its parent's state."""
     g = torch.Generator().manual_seed(entries)
     reach = torch.rand(batch, parents, entries, generator=g) < 0.5
-    origin = torch.randint(parents, (batch, width), generator=g)
+    origin = torch.randint(parents, (width, batch), generator=g).T
     if batch == 2:  # a first level is the same in all rows
         reach = reach[:1].expand(batch, -1, -1)
     extended = ops.extend_reach(reach.to(device), origin.to(device)).cpu()
     for b, row in enumerate(origin.tolist()):
         for node, parent in enumerate(row):
             assert extended[b, node].tolist() == [*reach[b, parent].tolist(), *(one == node for one in range(width))]
-    table, tokens = torch.randn(99, 40, generator=g), torch.randint(20, (batch, width), generator=g)
+    table, tokens = torch.randn(99, 40, generator=g), torch.randint(20, (width, batch), generator=g).T
     ids, states = torch.randperm(99, generator=g)[:20], torch.randn(batch, parents, 2 * 1030, generator=g)[..., ::2]
     for named in (None, ids):
         given = [table, tokens, states, origin] if named is None else [table, tokens, states, origin, named]

@@ -6,8 +6,9 @@ import ctypes
 import multiprocessing
 import os
 import subprocess
-from collections.abc import Callable
-from functools import cache
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
 from unittest import mock
 
@@ -135,8 +136,20 @@ def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    fake(tmp_path, monkeypatch, "echo 'x.cpp:1: error: no such thing' >&2\nexit 1")
-    return r"\S+fake cannot compile small.cpp: x.cpp:1: error: no such thing"
+    lines = r"small.cpp: in main\nx.cpp:1: error: no such thing in $LC_ALL\nerror: later"
+    fake(tmp_path, monkeypatch, f'printf "{lines}" >&2\nexit 1')
+    return r"\S+fake cannot compile small.cpp: x.cpp:1: error: no such thing in C"
+
+
+def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fake(tmp_path, monkeypatch, "printf '\\377' >&2\nexit 3")
+    return r"\S+fake cannot compile small.cpp: exit 3"
+
+
+def endless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    fake(tmp_path, monkeypatch, "exec sleep 60")
+    monkeypatch.setattr(compiler, "_SECONDS", 2)
+    return r"\S+fake does not run: Command .*"
 
 
 def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -144,10 +157,11 @@ def unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return r"cannot keep compiled kernels in \S+kernels: .*; MMSPEC_CACHE names another folder"
 
 
-def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: Sequence[None] = ()) -> str:
     fake(tmp_path, monkeypatch, "echo 'collect2: error: ld returned 1 exit status' >&2\nexit 1")
-    monkeypatch.setattr(compiler.os, "fsync", mock.Mock(side_effect=OSError(28, "No space left on device")))
-    return r"cannot compile kernels: \S+kernels cannot be written: \[Errno 28\] No space left.*MMSPEC_CACHE.*"
+    error, where = OSError(28, "No space left on device"), tempfile.gettempdir() if written else r"\S+kernels"
+    monkeypatch.setattr(compiler.os, "fsync", mock.Mock(side_effect=[*written, error]))
+    return rf"cannot compile kernels: {where} cannot be written: \[Errno 28\] No space left.*MMSPEC_CACHE.*"
 
 
 def not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -155,7 +169,9 @@ def not_executable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return r"cannot load the compiled .* failed to map segment .*\(not mounted noexec\); MMSPEC_CACHE names another.*"
 
 
-@pytest.mark.parametrize("problem", [no_compiler, failing, unwritable, full, not_executable])
+@pytest.mark.parametrize(
+    "problem", [no_compiler, failing, silent, endless, unwritable, full, partial(full, written=[None]), not_executable]
+)
 def test_what_prevents_compiled_kernels_is_one_line(
     problem: Callable[[Path, pytest.MonkeyPatch], str],
     source: Path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,7 +158,7 @@ def slots_of(batch: int, nodes: int, slots: int, heads: int, kv_heads: int, head
     torch.manual_seed(slots)
     query = torch.randn(batch, nodes, heads + 2, head_dim)[:, :, :heads]
     key, value = torch.randn(2, batch, kv_heads, slots + 7, head_dim).bfloat16()[:, :, :, :slots]
-    mask = torch.rand(batch, 1, nodes, slots) < 0.6
+    mask = (torch.rand(batch, 1, nodes, slots + 5) < 0.6)[..., :slots]
     mask[..., 0] = True
     return query, key, value, mask
 
@@ -196,11 +197,12 @@ def test_attention_of_other_builds(build, features, flags, form, monkeypatch):
     for head_dim in cpu.HEAD_DIMS:
         query, key, value, mask = slots_of(2, 5, 200, 9, 3, head_dim)
         key, value, *_ = stored_as(form, key, value)
-        with monkeypatch.context() as other:
-            other.setattr(cpu_library, "functions", lambda: library)
-            found = cpu.attention(query, key, value, mask, head_dim**-0.5)
-        expected = cpu.attention(query, key, value, mask, head_dim**-0.5)
-        torch.testing.assert_close(found, expected, atol=1e-3 if form == "bfloat16" else 1e-6, rtol=0)
+        for given in (mask, None):  # blocks of a node each, and of all
+            with monkeypatch.context() as other:
+                other.setattr(cpu_library, "functions", lambda: library)
+                found = cpu.attention(query, key, value, given, head_dim**-0.5)
+            expected = cpu.attention(query, key, value, given, head_dim**-0.5)
+            torch.testing.assert_close(found, expected, atol=1e-3 if form == "bfloat16" else 1e-6, rtol=0)
 
 
 @needs_kernels
@@ -239,26 +241,27 @@ def tree_masks(prefix: int, nodes: int) -> dict[str, Tensor]:
     short = star.clone()
     short[:, prefix - 5 : prefix] = False  # a row that is shorter than another
     window = chain & ~torch.ones_like(chain).tril(prefix - 70)
-    return {"chain": chain, "star": star, "late": late, "short": short, "window": window}
+    forked = chain.clone()
+    forked[-1, -2] = nodes == 1  # the last two are siblings, after a chain that may be longer than a block
+    return {"chain": chain, "star": star, "late": late, "short": short, "window": window, "forked": forked}
 
 
 @needs_kernels
 @forms
-@pytest.mark.parametrize("kind", ["chain", "star", "late", "short", "window"])
+@pytest.mark.parametrize("kind", ["chain", "star", "late", "short", "window", "forked"])
 @pytest.mark.parametrize("prefix", [3, 64, 127, 128, 200])
 def test_a_node_attends_as_a_pass_of_its_own_does(prefix, kind, form):
-    """In trees and prompts of any number of nodes, some more than share what is read, and whatever lies between their
-    slots."""
-    query, key, value, _ = slots_of(1, 70, prefix + 70, 6, 2, 64)
+    """In trees and prompts of any number of nodes, and whatever lies between their slots."""
+    query, key, value, _ = slots_of(1, 64, prefix + 64, 6, 2, 64)
     key, value, *_ = stored_as(form, key, value)
-    for nodes in (1, 8, 17, 70):
+    for nodes in (1, 15, 17, 64):  # 16 share what is read
         mask = tree_masks(prefix, nodes)[kind]
         slots = prefix + nodes
         for count in THREADS:
             torch.set_num_threads(count)
             given = None if kind == "chain" and count == 2 else mask[None, None]
             found = cpu.attention(query[:, :nodes], key[:, :, :slots], value[:, :, :slots], given, 0.125)
-            for node in {0, nodes // 2, nodes - 1}:
+            for node in {0, nodes * 7 // 8, nodes - 1}:
                 parts = (part[:, :, :slots][:, :, mask[node]].contiguous() for part in (key, value))
                 alone = cpu.attention(query[:, node : node + 1], *parts, None, 0.125)
                 assert torch.equal(found[:, node : node + 1], alone)
@@ -281,14 +284,15 @@ def test_few_queries_attend_as_many_do(group, head_dim, form):
 @needs_kernels
 @forms
 def test_nodes_without_slots_read_nothing_and_others_nothing_of_slots_that_they_skip(form):
-    query, key, value, mask = slots_of(1, 6, 140, 2, 1, 32)
+    query, key, value, mask = slots_of(1, 6, 141, 2, 1, 32)
     mask[:, :, 2] = False
     key, value, *_ = stored_as(form, key, value)
     skipped = torch.nan if form == "bfloat16" else 255  # a scale that is not a number
-    key[:, :, 3], value[:, :, 3], mask[..., 3] = skipped, skipped, False
-    found = cpu.attention(query, key, value, mask, 1.0)
+    key[:, :, [3, 140]], value[:, :, [3, 140]], mask[..., 3] = skipped, skipped, False
+    found = cpu.attention(query, key[:, :, :140], value[:, :, :140], mask[..., :140], 1.0)
     assert not found.isnan().any()
     assert (found[0, 2] == 0).all()
+    assert not cpu.attention(query, key[:, :, 4:140], value[:, :, 4:140], None, 1.0).isnan().any()
 
 
 @needs_kernels
@@ -369,6 +373,30 @@ def test_products_attention_and_decoders_refuse_other_dtypes_and_sizes():
     ):
         with pytest.raises(RuntimeError, match=r"expected a contiguous tensor|must have equal strides"):
             call(*given)
+
+
+@needs_kernels
+@pytest.mark.parametrize("gated", [False, True])
+def test_keys_and_values_of_projections_in_several_forms(gated):
+    """Also where queries and keys share a form; two of three rows are in the first 128 nodes."""
+    x, angle, cache = torch.randn(3, 60, 64), 6 * torch.rand(3, 60, 16), torch.zeros(4, 4, 2, 70, 32).bfloat16()
+    turns, expected, kept, parts = torch.stack([angle.cos(), angle.sin()], dim=-2)[None], cache.clone(), [], []
+    cos, sin = turns[0, :, :, None].unbind(3)
+    for place, kinds in enumerate((("int8", "bfloat16", "float32"), ("bfloat16", "bfloat16", "int4"))):
+        own = [BLOCKS[kind](torch.randn(rows, 64)) for kind, rows in zip(kinds, (128 << gated, 64, 64), strict=True)]
+        joined = [cpu.joined_weights([one.native for one in some]) for _, some in groupby(own, lambda one: one.kind)]
+        kept += [*own, out := BLOCKS["int8"](torch.randn(64, 128))]
+        sizes = dict(heads=4, groups=2, head_dim=32, rotated=32, gated=gated, place=place, ends_layer=1)
+        parts.append(cpu.sublayer_weights("attention", joined, out.native, **sizes))
+        low, high = own[1](x).view(3, 60, 2, 2, 16).unbind(3)
+        keys, values = torch.cat([low * cos - high * sin, high * cos + low * sin], -1), own[2](x).view(3, 60, 2, 32)
+        for plane, states in enumerate((keys, values), 2 * place):
+            expected[plane, :3, :, 5:65] = states.transpose(1, 2).bfloat16()
+    weights, whole = cpu.sublayers(parts), cache.clone()
+    cpu.write_keys_values(weights, x, turns, cache, 5)
+    assert torch.equal(cache, expected)
+    cpu.decode_sublayers(weights, x, turns, None, whole, 5)
+    assert torch.equal(whole[:2], expected[:2])
 
 
 @needs_kernels

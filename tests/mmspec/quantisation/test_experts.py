@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import mmspec
+from mmspec.core.target import Prompt
 from mmspec.ops import compiler, cpu, cpu_library
 from mmspec.quantisation.blocks import BLOCKS, place_together
 from mmspec.quantisation.experts import PackedExperts, pack_experts, reproduced_experts
@@ -24,6 +25,7 @@ from mmspec.targets.transformers_target import TransformersTarget
 from tests.compiled import needs_kernels
 from tests.gguf_rows import dequantised, random_rows
 from tests.mmspec.quantisation.test_formats import BUILDS
+from tests.targets import prefilled
 
 pytestmark = needs_kernels
 COUNT, USED = 5, 3
@@ -168,7 +170,7 @@ def model_of(name: str) -> Any:
     config = transformers.CONFIG_MAPPING[name](**BASE | {**CONFIGS, "gpt_oss": GPT_OSS}[name])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for key, weight in model.named_parameters():
-        if weight.ndim == 3 or key.endswith(("gate.weight", "router.weight")):
+        if weight.ndim == 3 or key.endswith(("gate.weight", "router.weight")) or "shared" in key:
             torch.nn.init.normal_(weight, std=0.3)  # outputs and logits apart
     for key, buffer in model.named_buffers():
         if key.endswith("bias"):
@@ -235,6 +237,9 @@ def test_models_decode_with_drafts_as_without(name: str, kind: str) -> None:
         decoder = TransformersTarget(model).decoder
         SublayerStack(decoder._module, () if decoder.layers is None else decoder.layers.mixers)  # reproduces all layers
     assert torch.equal(decoded(model, "recycle"), decoded(model, None))
+    ids = torch.randint(96, (3, 60))  # two rows in the first 128
+    together, alone = (prefilled(TransformersTarget(model), Prompt(part), 4).logits[-1] for part in (ids, ids[2:]))
+    assert torch.equal(together, alone)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -271,6 +271,7 @@ def test_a_long_prompt_is_read_in_parts(caplog):
     ("changes", "compiled"),
     [
         *(({"head_dim": size}, True) for size in cpu.HEAD_DIMS),
+        ({"head_dim": 48, "num_key_value_heads": 4}, True),  # a head's outputs are half of a group of 32
         ({"head_dim": 24}, False),
         ({"head_dim": 512}, False),
         ({"hidden_size": 80}, False),
@@ -300,6 +301,20 @@ def test_a_batch_of_more_rows_than_a_chunk(kind, length):
     for row, expected in zip(ids, together, strict=True):
         alone = prefilled(TransformersTarget(model), Prompt(row[None]), 4).logits[0, -1]
         assert torch.equal(alone, expected)
+
+
+@needs_kernels
+@kinds
+def test_weights_that_several_threads_read(kind):
+    """Layers so large that each product is computed in parts."""
+    sizes = dict(hidden_size=512, intermediate_size=1024, head_dim=64, num_hidden_layers=2)
+    model, ids, found = model_of(transformers.LlamaConfig, **sizes), torch.randint(VOCAB, (1, 100)), []
+    packing.pack_model(model, kind)
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        found.append(logits_of(model, ids, trees=1)[0])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
