@@ -556,7 +556,7 @@ def write_keys_values(weights: Any, x: Tensor, rotation: Tensor, cache: Tensor, 
     """Write the keys and values of all sublayers with attention for the same inputs.
 
     Args:
-        weights, rotation, cache, start: as for ``decode_sublayers``.
+        weights, rotation, cache, start: as for ``decode_sublayers``; ``cache`` not in int8.
         x: (batch, nodes, features) float32, contiguous; norms of inputs are skipped.
     """
     cpu_library.functions().write_keys_values(_pass(weights, x, rotation, cache, start), kernel_threads())
