@@ -44,7 +44,7 @@ LAYERS = [
 COMMANDS = {"cli", "serving", "eval", "demos", "__main__"}
 """Rooms and packages that may import ``mmspec.cli``."""
 
-LARGEST = {"modules": 243, "lines": 55_890, "lines of tests": 52_040}
+LARGEST = {"modules": 243, "lines": 55_890, "lines of tests": 53_400}
 """Size of the project. Lower a number when possible; raise one only for a users' feature."""
 
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if not path.is_symlink()]
