@@ -7,6 +7,7 @@ import importlib
 import re
 import shlex
 from contextlib import suppress
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import click
@@ -124,7 +125,7 @@ def test_commands_take_their_model_as_model() -> None:
     assert required == {"export", "datastore build"}
 
 
-def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     for group, names in (([], plugins.names("commands")), (["train"], plugins.names("train"))):
         assert main([*group, "--help"]) == 0
         lines = capfd.readouterr().out.partition("--help")[2].splitlines()
@@ -137,6 +138,12 @@ def test_help_lists_commands_in_sections(capfd: pytest.CaptureFixture[str]) -> N
         assert titles == (["Data", "Drafters"] if group else sections)
         if not group:
             assert lines[lines.index("Serve:") + 1].split()[0] == "serve"
+    known, groups = plugins.registered, ("commands", "train")
+    installed = (EntryPoint("mine", "their.module:command", "mmspec.commands"),)
+    monkeypatch.setattr(plugins, "registered", lambda group: known(group) + (installed if group in groups else ()))
+    for group in ([], ["train"]):
+        assert main([*group, "--help"]) == 0
+        assert re.search(r"\nOther commands:\n  mine +From their\.module\.\n", capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
