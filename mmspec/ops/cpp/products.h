@@ -118,9 +118,11 @@ void tile_product(int rows, const uint8_t* block, const Rows& x, int64_t first, 
   block_product<kind, tile>(block, x, first, sums);
 }
 
-// out = sum, for the first ``columns``; with a residual, residual + scale * sum of a whole vector.
+// out = sum, or residual + scale * sum, for the first ``columns``.
 inline void add_columns(floats sum, const float* residual, float scale, int64_t columns, float* out) {
   if (columns == LANES) return store(out, residual ? load<floats>(residual) + scale * sum : sum);
+  floats earlier{};
+  if (residual) std::memcpy(&earlier, residual, columns * sizeof(float)), sum = earlier + scale * sum;
   std::memcpy(out, &sum, columns * sizeof(float));
 }
 
